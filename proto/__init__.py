@@ -1,0 +1,1 @@
+"""Contracts between Octavo's processes: values and their bytes, no logic."""

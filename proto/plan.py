@@ -1,0 +1,192 @@
+"""What the control plane tells a gang to do in one iteration, and what the gang answers.
+
+A plan is a change, not the world: a worker keeps the state of each *slot* (block table, tokens so
+far, sampling parameters) and the plan says what changes before the rows run. The parts are applied
+in the order in which they are declared:
+
+    swap_out -> swap_in -> copies -> frees -> admits -> forks -> table entries -> rows -> draws
+
+Block ids are indices into the gang's device pool, "cpu block" ids into its CPU swap pool. A pair
+array holds ``[a0, b0, a1, b1, ...]``.
+"""
+
+from octavo.proto.wire import (
+    Float32s,
+    Int32s,
+    Message,
+    ProtocolError,
+    limited,
+    message,
+    numbers,
+    part,
+)
+
+
+@part
+class Sampling(Message):
+    """How a slot draws tokens; the values are already validated. Filled by the gateway.
+
+    `min_tokens`, `stop_token_ids`, `eos_token_ids` are here because a worker must not draw an ending
+    token before `min_tokens` outputs exist.
+    """
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    seed: int = 0  # unsigned 64 bits: the Philox key
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: the drawn token's and the k best
+    prompt_logprobs: int | None = None
+    bias_ids: Int32s = numbers(limit=4096)
+    bias_values: Float32s = numbers("<f4", limit=4096)
+    stop_token_ids: Int32s = numbers(limit=1024)
+    eos_token_ids: Int32s = numbers(limit=1024)
+
+
+@part
+class Admit(Message):
+    """Gives a slot to a sequence. Filled by the scheduler, on admission and on resumption.
+
+    The worker sets the slot's state whole: whatever the slot held before is gone.
+    """
+
+    slot: int
+    tokens: Int32s  # prompt and the outputs so far
+    prompt_len: int  # tokens[:prompt_len] is the prompt
+    computed: int  # tokens[:computed] have their KV in the blocks already; the first row starts here
+    blocks: Int32s  # the block table
+    sample: int  # index of the sample in its request: part of the Philox counter
+    sampling: Sampling
+    # Log-probabilities of prompt tokens at positions >= this are wanted, if any are.
+    prompt_logprobs_from: int = 0
+
+
+@message("plan")
+class Plan(Message):
+    """One iteration of one gang. Plans of one epoch are numbered 0, 1, 2, ... and run in order.
+
+    Block manager fills the block operations, the scheduler the rest.
+    """
+
+    epoch: int  # scheduler: plans of another epoch than the worker's are dropped in silence
+    number: int  # scheduler: a wrong number within the epoch is an error
+    # -- block operations; read and write sets of these parts are disjoint ---------------------
+    swap_out: Int32s = numbers()  # pairs (device block, cpu block)
+    swap_in: Int32s = numbers()  # pairs (cpu block, device block)
+    copies: Int32s = numbers()  # pairs (source, destination): copy-on-write, all layers
+    # -- slot changes ----------------------------------------------------------------------------
+    free_slots: Int32s = numbers()  # these slots hold no sequence any more
+    admits: list[Admit] = limited(1 << 16, default_factory=list)
+    forks: Int32s = numbers()  # triples (parent slot, child slot, sample index of the child):
+    # the child starts as a copy of the parent's state, block table included
+    table_slots: Int32s = numbers()  # the block table of this slot ...
+    table_indices: Int32s = numbers()  # ... gets at this index (at most its length: an append) ...
+    table_blocks: Int32s = numbers()  # ... this block
+    # -- rows ------------------------------------------------------------------------------------
+    decode_slots: Int32s = numbers()  # each computes its slot's last token and draws one
+    chunk_slots: Int32s = numbers()  # each computes the next chunk_lengths[i] tokens of its slot
+    chunk_lengths: Int32s = numbers()
+    draw_slots: Int32s = numbers()  # a token is drawn for this slot ...
+    draw_chunks: Int32s = numbers()  # ... from the last position of this chunk
+
+    def validate(self, num_slots: int, num_blocks: int, num_cpu_blocks: int) -> None:
+        """Raises ProtocolError if an array does not fit its partner or an id is out of range."""
+        _same_length(self, "table_slots", "table_indices", "table_blocks")
+        _same_length(self, "chunk_slots", "chunk_lengths")
+        _same_length(self, "draw_slots", "draw_chunks")
+        for name in ("swap_out", "swap_in", "copies"):
+            if len(getattr(self, name)) % 2:
+                raise ProtocolError(f"plan.{name}: not pairs")
+        if len(self.forks) % 3:
+            raise ProtocolError("plan.forks: not triples")
+        _in_range(self.swap_out[0::2], num_blocks, "plan.swap_out")
+        _in_range(self.swap_out[1::2], num_cpu_blocks, "plan.swap_out")
+        _in_range(self.swap_in[0::2], num_cpu_blocks, "plan.swap_in")
+        _in_range(self.swap_in[1::2], num_blocks, "plan.swap_in")
+        _in_range(self.copies, num_blocks, "plan.copies")
+        _in_range(self.table_blocks, num_blocks, "plan.table_blocks")
+        for name in ("free_slots", "table_slots", "decode_slots", "chunk_slots", "draw_slots"):
+            _in_range(getattr(self, name), num_slots, f"plan.{name}")
+        _in_range(self.forks[0::3], num_slots, "plan.forks")
+        _in_range(self.forks[1::3], num_slots, "plan.forks")
+        _in_range(self.draw_chunks, len(self.chunk_slots), "plan.draw_chunks")
+        for admit in self.admits:
+            if not 0 <= admit.slot < num_slots:
+                raise ProtocolError("plan.admits.slot: out of range")
+            _in_range(admit.blocks, num_blocks, "plan.admits.blocks")
+
+
+def _same_length(plan: Plan, *names: str) -> None:
+    if len({len(getattr(plan, name)) for name in names}) != 1:
+        raise ProtocolError(f"plan.{names[0]}: not as long as {', '.join(names[1:])}")
+
+
+def _in_range(ids: Int32s, limit: int, path: str) -> None:
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= limit):
+        raise ProtocolError(f"{path}: an id is not in [0, {limit})")
+
+
+@part
+class DrawLogprobs(Message):
+    """Log-probabilities of drawn tokens, natural logarithm of the model's raw distribution.
+
+    Filled by the worker for those draws whose slot asked for them.
+    """
+
+    draws: Int32s = numbers()  # [n] indices into Result.tokens, ascending
+    logprobs: Float32s = numbers("<f4")  # [n] of the drawn tokens
+    top_counts: Int32s = numbers()  # [n] how many of the best follow for each
+    top_ids: Int32s = numbers()  # [sum(top_counts)], best first
+    top_logprobs: Float32s = numbers("<f4")
+
+
+@part
+class PromptLogprobs(Message):
+    """Log-probabilities of prompt tokens start, start+1, ... of one slot. Filled by the worker."""
+
+    chunk: int  # index into Plan.chunk_slots
+    start: int  # position of the first token that this part is about; >= 1
+    logprobs: Float32s = numbers("<f4")  # [n]
+    top_count: int = 0  # k of each token's best
+    top_ids: Int32s = numbers()  # [n * k]
+    top_logprobs: Float32s = numbers("<f4")
+
+
+@part
+class Timings(Message):
+    """Where an iteration's time went on the worker, in seconds. Filled by the worker."""
+
+    apply: float = 0.0  # block operations and slot changes
+    forward: float = 0.0
+    sample: float = 0.0
+    total: float = 0.0  # from the plan's arrival to the result's departure
+
+
+@message("result")
+class Result(Message):
+    """A rank's answer to a plan. Matched by (epoch, number, draw), never by slot."""
+
+    epoch: int
+    number: int
+    rank: int
+    # A token for each of decode_slots, then one for each of draw_slots.
+    tokens: Int32s = numbers()
+    digest: int = 0  # CRC-32 of the bytes of `tokens`; the ranks of a gang must agree
+    draw_logprobs: DrawLogprobs | None = None
+    prompt_logprobs: list[PromptLogprobs] = limited(1 << 16, default_factory=list)
+    timings: Timings = limited(1, default_factory=Timings)
+
+
+@message("fault")
+class Fault(Message):
+    """A rank could not run a plan of its epoch. Sent once instead of a result."""
+
+    epoch: int
+    number: int
+    rank: int
+    reason: str = limited(4096)

@@ -1,0 +1,303 @@
+"""Messages that keep processes together: registration, heartbeats, requests and their tokens.
+
+An *incarnation* is a random 63-bit number that a process draws when it starts; a new one means that
+everything the old one knew is gone. `request` numbers are drawn by a gateway, ascending from 1, and
+mean something only together with the gateway's incarnation. `attempt` counts how often a gateway has
+submitted a request; a higher one cancels lower ones.
+"""
+
+from octavo.proto.plan import DrawLogprobs, Sampling
+from octavo.proto.wire import Float32s, Int32s, Message, limited, message, numbers, part
+
+# ---------------------------------------------------------------------------------------------
+# Worker <-> control plane. A worker has two DEALER sockets to the control plane's worker port: the
+# *data* socket of its main thread (plans, results) and the *control* socket of its heartbeat thread
+# (everything below). Their routing ids are data_identity(incarnation) and
+# control_identity(incarnation).
+# ---------------------------------------------------------------------------------------------
+
+
+def data_identity(incarnation: int) -> bytes:
+    """Routing id of the socket on which a worker gets plans."""
+    return b"d%016x" % incarnation
+
+
+def control_identity(incarnation: int) -> bytes:
+    """Routing id of the socket on which a worker registers and beats."""
+    return b"c%016x" % incarnation
+
+
+@part
+class ModelInfo(Message):
+    """What the planes need to know of a model. Filled from the model's files."""
+
+    name: str = limited(512)
+    family: str = limited(64)  # "llama"
+    digest: str = limited(128)  # of the model's files, tokenizer included
+    vocab_size: int
+    max_model_len: int  # tokens that the model's positions allow
+    eos_token_ids: Int32s = numbers(limit=1024)
+
+
+@message("register")
+class Register(Message):
+    """Worker -> control plane, when it has loaded its model, and again to a new control plane."""
+
+    incarnation: int
+    device: str = limited(64)  # "cpu", "cuda:0"
+    engine: str = limited(64)  # "torch"
+    model: ModelInfo = limited(1)
+    block_sizes: Int32s = numbers(limit=64)  # tokens; supported sizes, the preferred one first.
+    # Empty: any size; then `preferred_block_size` alone counts
+    preferred_block_size: int = 16
+    token_bytes: int = 0  # bytes of KV cache per token, all layers, this rank
+    kv_bytes: int = 0  # room for the device pool; 0 where `num_kv_blocks` is set
+    num_kv_blocks: int | None = None  # --num-kv-blocks
+    swap_bytes: int = 0
+    swap_blocks: int | None = None  # --swap-blocks
+    copy_bandwidth: float = 0.0  # bytes per second between the pools, measured; 0: not measured
+    prefill_speed: float = 0.0  # tokens per second, measured; 0: not measured
+
+
+@message("reset")
+class Reset(Message):
+    """Control plane -> worker (control socket): forget all slots and blocks, join this epoch.
+
+    Also the answer to `Register`. The worker makes its pools if it has none of this shape, and
+    answers `Ready`. Plans of older epochs are dropped from here on.
+    """
+
+    controlplane: int  # incarnation
+    epoch: int
+    gang: int
+    rank: int
+    gang_size: int
+    rendezvous: str = limited(512)  # where the ranks of a gang meet; empty for one rank
+    block_size: int = 16  # tokens
+    num_slots: int = 0  # slots are 0 .. num_slots - 1
+    max_batched_tokens: int = 0  # no plan has more tokens in its rows
+    max_model_len: int = 0  # no block table holds more tokens than this
+    num_blocks: int = 0  # of the device pool
+    num_cpu_blocks: int = 0  # of the swap pool
+
+
+@message("ready")
+class Ready(Message):
+    """Worker -> control plane: the reset of this epoch is done, plans may come."""
+
+    incarnation: int
+    epoch: int
+
+
+@message("refused")
+class Refused(Message):
+    """Control plane -> worker or gateway: you cannot take part, and why. The receiver exits."""
+
+    reason: str = limited(4096)
+
+
+@message("worker-beat")
+class WorkerBeat(Message):
+    """Worker -> control plane, every `beat interval`, from a thread that no forward can block."""
+
+    incarnation: int
+    epoch: int  # the epoch of the last reset done; 0 before the first
+    plans_done: int  # of this epoch
+
+
+@message("worker-bye")
+class WorkerBye(Message):
+    """Worker -> control plane: an orderly stop."""
+
+    incarnation: int
+
+
+@message("beat-answer")
+class BeatAnswer(Message):
+    """Control plane -> worker or gateway: I am here. An unknown incarnation means: register again."""
+
+    controlplane: int  # incarnation
+    known: bool  # whether the sender is registered with this incarnation
+
+
+# ---------------------------------------------------------------------------------------------
+# Gateway <-> control plane. A gateway has one DEALER socket to the control plane's gateway port;
+# its routing id is gateway_identity(incarnation).
+# ---------------------------------------------------------------------------------------------
+
+
+def gateway_identity(incarnation: int) -> bytes:
+    """Routing id of a gateway's socket."""
+    return b"g%016x" % incarnation
+
+
+@message("hello")
+class Hello(Message):
+    """Gateway -> control plane, on start and again to a new control plane."""
+
+    incarnation: int
+    model_digest: str = limited(128)
+
+
+@message("welcome")
+class Welcome(Message):
+    """Control plane -> gateway: the answer to `Hello`, and again whenever something here changes."""
+
+    controlplane: int  # incarnation
+    ready: bool  # some gang can serve
+    lease: float = 30.0  # seconds of silence after which a gateway's requests are freed
+    # Limits of the service; 0 while no gang has ever been ready.
+    max_model_len: int = 0
+    max_sequences: int = 0  # n or best_of at most
+
+
+@part
+class SampleState(Message):
+    """What a sample of an earlier attempt has produced already."""
+
+    tokens: Int32s = numbers()
+    finish: str = limited(16, default="")  # finish reason; empty while unfinished
+
+
+@message("submit")
+class Submit(Message):
+    """Gateway -> control plane: run this. Idempotent on (gateway, request, attempt)."""
+
+    gateway: int  # incarnation
+    request: int  # 1 ..
+    attempt: int  # 0 ..
+    arrival: float  # Unix seconds; kept through attempts: part of the order key
+    priority: int  # lower first
+    prompt: Int32s  # token ids
+    samples: list[SampleState] = limited(1024)  # [n]; empty states on the first attempt
+    max_tokens: int  # outputs of each sample
+    sampling: Sampling = limited(1)
+    cache_salt: str = limited(256, default="")
+
+
+@message("cancel")
+class Cancel(Message):
+    """Gateway -> control plane: stop these samples of a request. Idempotent."""
+
+    gateway: int
+    request: int
+    attempt: int
+    samples: Int32s = numbers(limit=1024)  # empty: all of them
+
+
+@message("gateway-beat")
+class GatewayBeat(Message):
+    """Gateway -> control plane: renews the lease and lists what the gateway still wants.
+
+    Requests of the gateway that the control plane holds and the list lacks are freed, unless they
+    were submitted after the beat was sent (`newest`).
+    """
+
+    gateway: int
+    newest: int  # the highest request number submitted before this beat
+    requests: Int32s = numbers()
+    attempts: Int32s = numbers()
+    offsets: Int32s = numbers()  # tokens received, over all samples
+
+
+@part
+class Finish(Message):
+    """A sample's end. Travels after its last token."""
+
+    request: int
+    attempt: int
+    sample: int
+    reason: str = limited(16)  # "stop" or "length"
+    stop_token: int | None = None  # the EOS or stop token id that ended it
+
+
+@part
+class PromptScores(Message):
+    """Log-probabilities of the prompt tokens start, start+1, ... of a request."""
+
+    request: int
+    attempt: int
+    start: int
+    logprobs: Float32s = numbers("<f4")  # [n]
+    top_count: int = 0
+    top_ids: Int32s = numbers()  # [n * top_count], best first
+    top_logprobs: Float32s = numbers("<f4")
+
+
+@message("tokens")
+class Tokens(Message):
+    """Control plane -> gateway: all its tokens of one iteration, as parallel arrays."""
+
+    controlplane: int
+    requests: Int32s = numbers()
+    attempts: Int32s = numbers()
+    samples: Int32s = numbers()
+    offsets: Int32s = numbers()  # index of the token among the sample's outputs
+    tokens: Int32s = numbers()
+    logprobs: DrawLogprobs | None = None  # `draws` index into `tokens` of this message
+    prompt_scores: list[PromptScores] = limited(1 << 16, default_factory=list)
+    finishes: list[Finish] = limited(1 << 16, default_factory=list)
+    # Requests whose first row has just been planned, and how many of their prompt tokens came from
+    # the prefix index; parallel arrays.
+    started: Int32s = numbers()
+    started_attempts: Int32s = numbers()
+    cached: Int32s = numbers()
+
+
+@message("failure")
+class Failure(Message):
+    """Control plane -> gateway: this request gets an error, and its samples no more tokens."""
+
+    controlplane: int
+    request: int
+    attempt: int
+    code: str = limited(32)  # name of a gRPC status code: "INVALID_ARGUMENT", ...
+    reason: str = limited(4096)  # names the field and the limit
+
+
+@message("info-query")
+class InfoQuery(Message):
+    """Gateway -> control plane: for GetServerInfo and /metrics."""
+
+    query: int
+
+
+@part
+class Pool(Message):
+    """Counts of blocks; free + cached + pinned + used = total."""
+
+    total: int = 0
+    free: int = 0
+    cached: int = 0
+    pinned: int = 0
+    used: int = 0
+
+
+@part
+class GangState(Message):
+    """One gang as the control plane sees it."""
+
+    gang: int
+    size: int
+    epoch: int
+    ready: bool
+    device: str = limited(64)
+    engine: str = limited(64)
+    block_size: int = 0
+    device_pool: Pool = limited(1, default_factory=Pool)
+    swap_pool: Pool = limited(1, default_factory=Pool)
+    plans: int = 0  # sent in this epoch
+    running: int = 0  # sequence groups
+
+
+@message("info")
+class Info(Message):
+    """Control plane -> gateway: the answer to `InfoQuery`."""
+
+    query: int
+    controlplane: int
+    ready: bool
+    waiting: int  # sequence groups in each state
+    preempted: int
+    running: int
+    gangs: list[GangState] = limited(1024, default_factory=list)

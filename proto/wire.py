@@ -1,0 +1,209 @@
+"""The bytes of a message: msgpack, checked against the message's dataclass.
+
+A frame is the msgpack array ``[version, kind, field, field, ...]`` with the fields in the order in
+which the dataclass declares them. Arrays of numbers travel as raw little-endian bytes. Nothing that
+arrives is trusted: `unpack` raises `ProtocolError` for an unknown version or kind, a wrong number of
+fields, a wrong type or a size over the field's limit, and names the field.
+
+    @message("beat")
+    class Beat(Message):
+        incarnation: int
+        requests: Int32s = numbers()
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Self, TypeVar, dataclass_transform
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+VERSION = 1
+
+# Upper bounds that hold for every message; a field may set a lower one.
+MAX_FRAME_BYTES = 64 << 20
+MAX_ITEMS = 1 << 24
+MAX_TEXT = 1 << 20
+
+Int32s = Annotated[npt.NDArray[np.int32], "<i4"]
+Float32s = Annotated[npt.NDArray[np.float32], "<f4"]
+
+_Encode = Callable[[Any], Any]
+_Decode = Callable[[Any, str], Any]
+M = TypeVar("M", bound="Message")
+
+
+class ProtocolError(ValueError):
+    """Bytes that are not the message they should be. The text names the field, never its content."""
+
+
+def int32s(values: Any = ()) -> Int32s:
+    """Any sequence of ints as int32 ``[n]``; a two-dimensional one is flattened row by row."""
+    return np.ascontiguousarray(values, dtype=np.int32).reshape(-1)
+
+
+def float32s(values: Any = ()) -> Float32s:
+    """Any sequence of floats as float32 ``[n]``."""
+    return np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
+
+
+def numbers(dtype: str = "<i4", *, limit: int = MAX_ITEMS) -> Any:
+    """A dataclass field for an array, empty by default, of at most `limit` items."""
+    return dataclasses.field(
+        default_factory=lambda: np.zeros(0, dtype=dtype), metadata={"limit": limit}
+    )
+
+
+def limited(limit: int, **kwargs: Any) -> Any:
+    """A dataclass field for a text, bytes or list of at most `limit` items."""
+    return dataclasses.field(metadata={"limit": limit}, **kwargs)
+
+
+class Message:
+    """Base of all messages. Subclasses are dataclasses made by `message` or `part`."""
+
+    KIND: ClassVar[str] = ""
+    _encoders: ClassVar[list[tuple[str, _Encode]]]
+    _decoders: ClassVar[list[tuple[str, _Decode]]]
+
+    def pack(self) -> bytes:
+        """This message as one frame."""
+        packed: bytes = msgpack.packb([VERSION, self.KIND, *self._fields()])
+        return packed
+
+    @classmethod
+    def unpack(cls, frame: bytes) -> Self:
+        """The message in `frame`. Raises ProtocolError if it is not one of this class."""
+        return unpack(frame, cls)
+
+    def _fields(self) -> list[Any]:
+        return [encode(getattr(self, name)) for name, encode in self._encoders]
+
+    @classmethod
+    def _from_fields(cls, fields: Any, path: str) -> Self:
+        if not isinstance(fields, list) or len(fields) != len(cls._decoders):
+            raise ProtocolError(f"{path}: expected {len(cls._decoders)} fields")
+        values = {
+            name: decode(value, f"{path}.{name}")
+            for (name, decode), value in zip(cls._decoders, fields, strict=True)
+        }
+        return cls(**values)
+
+
+def unpack(frame: bytes, *allowed: type[M]) -> M:
+    """The message in `frame`, which must be one of the `allowed` classes.
+
+    Raises:
+        ProtocolError: the frame is too large, not msgpack, of another version, of a kind that is not
+            allowed here, or does not fit the class.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame: {len(frame)} bytes exceed the limit of {MAX_FRAME_BYTES}")
+    try:
+        outer = msgpack.unpackb(frame, raw=False, strict_map_key=True, max_ext_len=0)
+    except Exception as error:  # msgpack raises many types; all mean the same here
+        raise ProtocolError("frame: not msgpack") from error
+    if not isinstance(outer, list) or len(outer) < 2:
+        raise ProtocolError("frame: not an array of version, kind and fields")
+    version, kind, *fields = outer
+    if version != VERSION or isinstance(version, bool):
+        raise ProtocolError(f"version: got {version!r:.20}, this process speaks {VERSION}")
+    for cls in allowed:
+        if kind == cls.KIND:
+            return cls._from_fields(fields, kind)
+    raise ProtocolError(f"kind: {kind!r:.40} is not expected here")
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, numbers, limited))
+def message(kind: str) -> Callable[[type[M]], type[M]]:
+    """Makes a class a message that travels as a frame of its own."""
+
+    def decorate(cls: type[M]) -> type[M]:
+        made = part(cls)
+        made.KIND = kind
+        return made
+
+    return decorate
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, numbers, limited))
+def part(cls: type[M]) -> type[M]:
+    """Makes a class a dataclass that travels inside a message."""
+    made = dataclasses.dataclass(kw_only=True)(cls)
+    hints = typing.get_type_hints(made, include_extras=True)
+    fields = dataclasses.fields(made)  # type: ignore[arg-type]
+    made._encoders = [(f.name, _encoder(hints[f.name])) for f in fields]
+    made._decoders = [(f.name, _decoder(hints[f.name], f.metadata.get("limit"))) for f in fields]
+    return made
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _encoder(hint: Any) -> _Encode:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        dtype = np.dtype(arguments[1])
+        return lambda array: np.ascontiguousarray(array, dtype=dtype).tobytes()
+    if origin is list:
+        one = _encoder(arguments[0])
+        return _same if one is _same else lambda items: [one(item) for item in items]
+    if origin is types.UnionType:
+        some = _encoder(arguments[0])
+        return _same if some is _same else lambda item: None if item is None else some(item)
+    if isinstance(hint, type) and issubclass(hint, Message):
+        return lambda nested: nested._fields()
+    return _same
+
+
+def _decoder(hint: Any, limit: int | None) -> _Decode:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _array_decoder(np.dtype(arguments[1]), limit or MAX_ITEMS)
+    if origin is list:
+        return _list_decoder(_decoder(arguments[0], None), limit or MAX_ITEMS)
+    if origin is types.UnionType:  # always written `X | None`
+        some = _decoder(arguments[0], limit)
+        return lambda value, path: None if value is None else some(value, path)
+    if issubclass(hint, Message):
+        return hint._from_fields
+    return _scalar_decoder(hint, limit or MAX_TEXT)
+
+
+def _array_decoder(dtype: np.dtype[Any], limit: int) -> _Decode:
+    def decode(value: Any, path: str) -> Any:
+        if not isinstance(value, bytes) or len(value) % dtype.itemsize:
+            raise ProtocolError(f"{path}: not an array of {dtype.name}")
+        if len(value) > limit * dtype.itemsize:
+            raise ProtocolError(f"{path}: more than {limit} items")
+        return np.frombuffer(value, dtype=dtype)
+
+    return decode
+
+
+def _list_decoder(one: _Decode, limit: int) -> _Decode:
+    def decode(value: Any, path: str) -> Any:
+        if not isinstance(value, list):
+            raise ProtocolError(f"{path}: not a list")
+        if len(value) > limit:
+            raise ProtocolError(f"{path}: more than {limit} items")
+        return [one(item, path) for item in value]
+
+    return decode
+
+
+def _scalar_decoder(hint: type, limit: int) -> _Decode:
+    def decode(value: Any, path: str) -> Any:
+        if hint is float and type(value) is int:
+            return float(value)
+        if type(value) is not hint:  # bool is no int here
+            raise ProtocolError(f"{path}: expected {hint.__name__}, got {type(value).__name__}")
+        if hint in (str, bytes) and len(value) > limit:
+            raise ProtocolError(f"{path}: longer than {limit}")
+        return value
+
+    return decode
