@@ -15,9 +15,10 @@ from octavo.proto.wire import (
     Int32s,
     Message,
     ProtocolError,
+    float32s,
+    int32s,
     limited,
     message,
-    numbers,
     part,
 )
 
@@ -42,10 +43,10 @@ class Sampling(Message):
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: the drawn token's and the k best
     prompt_logprobs: int | None = None
-    bias_ids: Int32s = numbers(limit=4096)
-    bias_values: Float32s = numbers("<f4", limit=4096)
-    stop_token_ids: Int32s = numbers(limit=1024)
-    eos_token_ids: Int32s = numbers(limit=1024)
+    bias_ids: Int32s = limited(4096, default_factory=int32s)
+    bias_values: Float32s = limited(4096, default_factory=float32s)
+    stop_token_ids: Int32s = limited(1024, default_factory=int32s)
+    eos_token_ids: Int32s = limited(1024, default_factory=int32s)
 
 
 @part
@@ -76,23 +77,33 @@ class Plan(Message):
     epoch: int  # scheduler: plans of another epoch than the worker's are dropped in silence
     number: int  # scheduler: a wrong number within the epoch is an error
     # -- block operations; read and write sets of these parts are disjoint ---------------------
-    swap_out: Int32s = numbers()  # pairs (device block, cpu block)
-    swap_in: Int32s = numbers()  # pairs (cpu block, device block)
-    copies: Int32s = numbers()  # pairs (source, destination): copy-on-write, all layers
-    # -- slot changes ----------------------------------------------------------------------------
-    free_slots: Int32s = numbers()  # these slots hold no sequence any more
+    # Pairs (device block, cpu block): block manager.
+    swap_out: Int32s = limited(default_factory=int32s)
+    # Pairs (cpu block, device block): block manager.
+    swap_in: Int32s = limited(default_factory=int32s)
+    # Pairs (source, destination), all layers: copy-on-write by the block manager.
+    copies: Int32s = limited(default_factory=int32s)
+    # -- slot changes: scheduler -----------------------------------------------------------------
+    # These slots hold no sequence any more.
+    free_slots: Int32s = limited(default_factory=int32s)
     admits: list[Admit] = limited(1 << 16, default_factory=list)
-    forks: Int32s = numbers()  # triples (parent slot, child slot, sample index of the child):
-    # the child starts as a copy of the parent's state, block table included
-    table_slots: Int32s = numbers()  # the block table of this slot ...
-    table_indices: Int32s = numbers()  # ... gets at this index (at most its length: an append) ...
-    table_blocks: Int32s = numbers()  # ... this block
-    # -- rows ------------------------------------------------------------------------------------
-    decode_slots: Int32s = numbers()  # each computes its slot's last token and draws one
-    chunk_slots: Int32s = numbers()  # each computes the next chunk_lengths[i] tokens of its slot
-    chunk_lengths: Int32s = numbers()
-    draw_slots: Int32s = numbers()  # a token is drawn for this slot ...
-    draw_chunks: Int32s = numbers()  # ... from the last position of this chunk
+    # Triples (parent slot, child slot, sample index of the child): the child starts as a copy of
+    # the parent's state, block table included.
+    forks: Int32s = limited(default_factory=int32s)
+    # The block table of table_slots[i] gets, at table_indices[i] (at most its length: an append),
+    # table_blocks[i].
+    table_slots: Int32s = limited(default_factory=int32s)
+    table_indices: Int32s = limited(default_factory=int32s)
+    table_blocks: Int32s = limited(default_factory=int32s)
+    # -- rows: scheduler ---------------------------------------------------------------------------
+    # Each computes its slot's last token and draws the next.
+    decode_slots: Int32s = limited(default_factory=int32s)
+    # Each computes the next chunk_lengths[i] tokens of chunk_slots[i].
+    chunk_slots: Int32s = limited(default_factory=int32s)
+    chunk_lengths: Int32s = limited(default_factory=int32s)
+    # A token is drawn for draw_slots[j] from the last position of chunk number draw_chunks[j].
+    draw_slots: Int32s = limited(default_factory=int32s)
+    draw_chunks: Int32s = limited(default_factory=int32s)
 
     def validate(self, num_slots: int, num_blocks: int, num_cpu_blocks: int) -> None:
         """Raises ProtocolError if an array does not fit its partner or an id is out of range."""
@@ -138,11 +149,11 @@ class DrawLogprobs(Message):
     Filled by the worker for those draws whose slot asked for them.
     """
 
-    draws: Int32s = numbers()  # [n] indices into Result.tokens, ascending
-    logprobs: Float32s = numbers("<f4")  # [n] of the drawn tokens
-    top_counts: Int32s = numbers()  # [n] how many of the best follow for each
-    top_ids: Int32s = numbers()  # [sum(top_counts)], best first
-    top_logprobs: Float32s = numbers("<f4")
+    draws: Int32s = limited(default_factory=int32s)  # [n] indices into Result.tokens, ascending
+    logprobs: Float32s = limited(default_factory=float32s)  # [n] of the drawn tokens
+    top_counts: Int32s = limited(default_factory=int32s)  # [n] how many of the best follow for each
+    top_ids: Int32s = limited(default_factory=int32s)  # [sum(top_counts)], best first
+    top_logprobs: Float32s = limited(default_factory=float32s)
 
 
 @part
@@ -151,10 +162,10 @@ class PromptLogprobs(Message):
 
     chunk: int  # index into Plan.chunk_slots
     start: int  # position of the first token that this part is about; >= 1
-    logprobs: Float32s = numbers("<f4")  # [n]
+    logprobs: Float32s = limited(default_factory=float32s)  # [n]
     top_count: int = 0  # k of each token's best
-    top_ids: Int32s = numbers()  # [n * k]
-    top_logprobs: Float32s = numbers("<f4")
+    top_ids: Int32s = limited(default_factory=int32s)  # [n * k]
+    top_logprobs: Float32s = limited(default_factory=float32s)
 
 
 @part
@@ -175,7 +186,7 @@ class Result(Message):
     number: int
     rank: int
     # A token for each of decode_slots, then one for each of draw_slots.
-    tokens: Int32s = numbers()
+    tokens: Int32s = limited(default_factory=int32s)
     digest: int = 0  # CRC-32 of the bytes of `tokens`; the ranks of a gang must agree
     draw_logprobs: DrawLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = limited(1 << 16, default_factory=list)

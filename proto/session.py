@@ -7,7 +7,7 @@ submitted a request; a higher one cancels lower ones.
 """
 
 from octavo.proto.plan import DrawLogprobs, Sampling
-from octavo.proto.wire import Float32s, Int32s, Message, limited, message, numbers, part
+from octavo.proto.wire import Float32s, Int32s, Message, float32s, int32s, limited, message, part
 
 # ---------------------------------------------------------------------------------------------
 # Worker <-> control plane. A worker has two DEALER sockets to the control plane's worker port: the
@@ -36,7 +36,7 @@ class ModelInfo(Message):
     digest: str = limited(128)  # of the model's files, tokenizer included
     vocab_size: int
     max_model_len: int  # tokens that the model's positions allow
-    eos_token_ids: Int32s = numbers(limit=1024)
+    eos_token_ids: Int32s = limited(1024, default_factory=int32s)
 
 
 @message("register")
@@ -47,7 +47,9 @@ class Register(Message):
     device: str = limited(64)  # "cpu", "cuda:0"
     engine: str = limited(64)  # "torch"
     model: ModelInfo = limited(1)
-    block_sizes: Int32s = numbers(limit=64)  # tokens; supported sizes, the preferred one first.
+    block_sizes: Int32s = limited(
+        64, default_factory=int32s
+    )  # tokens; supported sizes, the preferred one first.
     # Empty: any size; then `preferred_block_size` alone counts
     preferred_block_size: int = 16
     token_bytes: int = 0  # bytes of KV cache per token, all layers, this rank
@@ -83,7 +85,10 @@ class Reset(Message):
 
 @message("ready")
 class Ready(Message):
-    """Worker -> control plane: the reset of this epoch is done, plans may come."""
+    """Worker -> control plane: the reset of this epoch is done, plans may come.
+
+    Sent on the data socket, so that the control plane can address it from here on.
+    """
 
     incarnation: int
     epoch: int
@@ -118,6 +123,10 @@ class BeatAnswer(Message):
 
     controlplane: int  # incarnation
     known: bool  # whether the sender is registered with this incarnation
+    # Requests that a gateway's beat lists and the control plane does not hold. What the control
+    # plane sent of them before has arrived already, so a request that still waits needs a new attempt.
+    missing: Int32s = limited(default_factory=int32s)
+    missing_attempts: Int32s = limited(default_factory=int32s)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -155,7 +164,7 @@ class Welcome(Message):
 class SampleState(Message):
     """What a sample of an earlier attempt has produced already."""
 
-    tokens: Int32s = numbers()
+    tokens: Int32s = limited(default_factory=int32s)
     finish: str = limited(16, default="")  # finish reason; empty while unfinished
 
 
@@ -182,7 +191,7 @@ class Cancel(Message):
     gateway: int
     request: int
     attempt: int
-    samples: Int32s = numbers(limit=1024)  # empty: all of them
+    samples: Int32s = limited(1024, default_factory=int32s)  # empty: all of them
 
 
 @message("gateway-beat")
@@ -195,9 +204,9 @@ class GatewayBeat(Message):
 
     gateway: int
     newest: int  # the highest request number submitted before this beat
-    requests: Int32s = numbers()
-    attempts: Int32s = numbers()
-    offsets: Int32s = numbers()  # tokens received, over all samples
+    requests: Int32s = limited(default_factory=int32s)
+    attempts: Int32s = limited(default_factory=int32s)
+    offsets: Int32s = limited(default_factory=int32s)  # tokens received, over all samples
 
 
 @part
@@ -218,10 +227,10 @@ class PromptScores(Message):
     request: int
     attempt: int
     start: int
-    logprobs: Float32s = numbers("<f4")  # [n]
+    logprobs: Float32s = limited(default_factory=float32s)  # [n]
     top_count: int = 0
-    top_ids: Int32s = numbers()  # [n * top_count], best first
-    top_logprobs: Float32s = numbers("<f4")
+    top_ids: Int32s = limited(default_factory=int32s)  # [n * top_count], best first
+    top_logprobs: Float32s = limited(default_factory=float32s)
 
 
 @message("tokens")
@@ -229,19 +238,19 @@ class Tokens(Message):
     """Control plane -> gateway: all its tokens of one iteration, as parallel arrays."""
 
     controlplane: int
-    requests: Int32s = numbers()
-    attempts: Int32s = numbers()
-    samples: Int32s = numbers()
-    offsets: Int32s = numbers()  # index of the token among the sample's outputs
-    tokens: Int32s = numbers()
+    requests: Int32s = limited(default_factory=int32s)
+    attempts: Int32s = limited(default_factory=int32s)
+    samples: Int32s = limited(default_factory=int32s)
+    offsets: Int32s = limited(default_factory=int32s)  # index of the token among the sample's outputs
+    tokens: Int32s = limited(default_factory=int32s)
     logprobs: DrawLogprobs | None = None  # `draws` index into `tokens` of this message
     prompt_scores: list[PromptScores] = limited(1 << 16, default_factory=list)
     finishes: list[Finish] = limited(1 << 16, default_factory=list)
     # Requests whose first row has just been planned, and how many of their prompt tokens came from
     # the prefix index; parallel arrays.
-    started: Int32s = numbers()
-    started_attempts: Int32s = numbers()
-    cached: Int32s = numbers()
+    started: Int32s = limited(default_factory=int32s)
+    started_attempts: Int32s = limited(default_factory=int32s)
+    cached: Int32s = limited(default_factory=int32s)
 
 
 @message("failure")

@@ -8,14 +8,14 @@ fields, a wrong type or a size over the field's limit, and names the field.
     @message("beat")
     class Beat(Message):
         incarnation: int
-        requests: Int32s = numbers()
+        requests: Int32s = limited(default_factory=int32s)
 """
 
 import dataclasses
 import types
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
 import msgpack
 import numpy as np
@@ -50,15 +50,8 @@ def float32s(values: Any = ()) -> Float32s:
     return np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
 
 
-def numbers(dtype: str = "<i4", *, limit: int = MAX_ITEMS) -> Any:
-    """A dataclass field for an array, empty by default, of at most `limit` items."""
-    return dataclasses.field(
-        default_factory=lambda: np.zeros(0, dtype=dtype), metadata={"limit": limit}
-    )
-
-
-def limited(limit: int, **kwargs: Any) -> Any:
-    """A dataclass field for a text, bytes or list of at most `limit` items."""
+def limited(limit: int = MAX_ITEMS, **kwargs: Any) -> Any:
+    """A dataclass field for an array, list, text or bytes of at most `limit` items."""
     return dataclasses.field(metadata={"limit": limit}, **kwargs)
 
 
@@ -71,7 +64,7 @@ class Message:
 
     def pack(self) -> bytes:
         """This message as one frame."""
-        packed: bytes = msgpack.packb([VERSION, self.KIND, *self._fields()])
+        packed: bytes = msgpack.packb([VERSION, self.KIND, *self._fields()])  # type: ignore[no-untyped-call]
         return packed
 
     @classmethod
@@ -103,7 +96,7 @@ def unpack(frame: bytes, *allowed: type[M]) -> M:
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame: {len(frame)} bytes exceed the limit of {MAX_FRAME_BYTES}")
     try:
-        outer = msgpack.unpackb(frame, raw=False, strict_map_key=True, max_ext_len=0)
+        outer = msgpack.unpackb(frame, raw=False, strict_map_key=True, max_ext_len=0)  # type: ignore
     except Exception as error:  # msgpack raises many types; all mean the same here
         raise ProtocolError("frame: not msgpack") from error
     if not isinstance(outer, list) or len(outer) < 2:
@@ -117,7 +110,7 @@ def unpack(frame: bytes, *allowed: type[M]) -> M:
     raise ProtocolError(f"kind: {kind!r:.40} is not expected here")
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, numbers, limited))
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, limited))
 def message(kind: str) -> Callable[[type[M]], type[M]]:
     """Makes a class a message that travels as a frame of its own."""
 
@@ -129,7 +122,7 @@ def message(kind: str) -> Callable[[type[M]], type[M]]:
     return decorate
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, numbers, limited))
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, limited))
 def part(cls: type[M]) -> type[M]:
     """Makes a class a dataclass that travels inside a message."""
     made = dataclasses.dataclass(kw_only=True)(cls)
@@ -169,8 +162,8 @@ def _decoder(hint: Any, limit: int | None) -> _Decode:
     if origin is types.UnionType:  # always written `X | None`
         some = _decoder(arguments[0], limit)
         return lambda value, path: None if value is None else some(value, path)
-    if issubclass(hint, Message):
-        return hint._from_fields
+    if isinstance(hint, type) and issubclass(hint, Message):
+        return cast(_Decode, hint._from_fields)
     return _scalar_decoder(hint, limit or MAX_TEXT)
 
 
@@ -202,7 +195,7 @@ def _scalar_decoder(hint: type, limit: int) -> _Decode:
             return float(value)
         if type(value) is not hint:  # bool is no int here
             raise ProtocolError(f"{path}: expected {hint.__name__}, got {type(value).__name__}")
-        if hint in (str, bytes) and len(value) > limit:
+        if isinstance(value, str | bytes) and len(value) > limit:
             raise ProtocolError(f"{path}: longer than {limit}")
         return value
 

@@ -1,0 +1,92 @@
+"""The control plane's figures for Prometheus, read from its state when they are asked for."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from octavo.controlplane.scheduler import Counters
+from octavo.proto.session import Info
+
+PHASES = ("schedule", "pack", "process", "publish")
+_BUCKETS = tuple(0.0001 * 2**power for power in range(14))
+
+
+class Metrics:
+    """Histograms that the server loop feeds, and the registry that holds everything."""
+
+    def __init__(self, info: Callable[[], Info], counters: Counters, refused: dict[str, int]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_StateCollector(info, counters, refused))
+        seconds = Histogram(
+            "octavo_iteration_seconds",
+            "Time of an iteration's parts on the control plane",
+            ["phase"],
+            buckets=_BUCKETS,
+            registry=self.registry,
+        )
+        self.phase = {phase: seconds.labels(phase) for phase in PHASES}
+        self.plan_seconds = Histogram(
+            "octavo_plan_seconds",
+            "From a plan's departure to its result's arrival",
+            buckets=tuple(0.001 * 2**power for power in range(16)),
+            registry=self.registry,
+        )
+
+
+class _StateCollector(Collector):
+    def __init__(self, info: Callable[[], Info], counters: Counters, refused: dict[str, int]) -> None:
+        self._info, self._counters, self._refused = info, counters, refused
+
+    def collect(self) -> Iterable[Metric]:
+        info = self._info()
+        yield from _queue_metrics(info)
+        yield from _gang_metrics(info)
+        yield from _counter_metrics(self._counters)
+        refused = CounterMetricFamily("octavo_frames_refused", "Frames refused", labels=["socket"])
+        for socket, count in self._refused.items():
+            refused.add_metric([socket], count)
+        yield refused
+
+
+def _queue_metrics(info: Info) -> Iterator[Metric]:
+    groups = GaugeMetricFamily("octavo_sequence_groups", "Sequence groups by state", labels=["state"])
+    groups.add_metric(["waiting"], info.waiting)
+    groups.add_metric(["preempted"], info.preempted)
+    groups.add_metric(["running"], info.running)
+    yield groups
+    yield GaugeMetricFamily("octavo_ready", "Whether some gang can serve", value=int(info.ready))
+
+
+def _gang_metrics(info: Info) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily(
+        "octavo_kv_blocks", "KV blocks by pool and state", labels=["gang", "pool", "state"]
+    )
+    epoch = GaugeMetricFamily("octavo_gang_epoch", "Epoch of a gang", labels=["gang"])
+    for gang in info.gangs:
+        epoch.add_metric([str(gang.gang)], gang.epoch)
+        for name, pool in (("device", gang.device_pool), ("cpu", gang.swap_pool)):
+            for state in ("free", "cached", "pinned", "used"):
+                blocks.add_metric([str(gang.gang), name, state], getattr(pool, state))
+    yield blocks
+    yield epoch
+
+
+def _counter_metrics(counters: Counters) -> Iterator[Metric]:
+    yield CounterMetricFamily("octavo_plans", "Plans sent", value=counters.plans)
+    preemptions = CounterMetricFamily("octavo_preemptions", "Groups preempted", labels=["kind"])
+    preemptions.add_metric(["recompute"], counters.preemptions)
+    yield preemptions
+    tokens = CounterMetricFamily("octavo_scheduled_tokens", "Tokens in rows of plans", labels=["kind"])
+    tokens.add_metric(["prefill"], counters.prefill_tokens)
+    tokens.add_metric(["decode"], counters.decode_tokens)
+    yield tokens
+    yield CounterMetricFamily(
+        "octavo_cancels_freed", "Cancelled groups whose slots were freed", value=counters.cancels_freed
+    )
+    yield GaugeMetricFamily(
+        "octavo_cancel_to_free_plans_max",
+        "Most plans that ran between a cancel and the plan that freed its slots",
+        value=counters.max_cancel_to_free_plans,
+    )

@@ -1,0 +1,150 @@
+"""What an iteration has to tell the gateways, gathered and split into one message for each."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from octavo.controlplane.sequence import Sequence, SequenceGroup
+from octavo.controlplane.slots import SlotTable
+from octavo.proto.plan import DrawLogprobs, PromptLogprobs
+from octavo.proto.session import Failure, Finish, PromptScores, Tokens
+from octavo.proto.wire import Int32s, int32s
+
+
+@dataclass
+class _Rows:
+    """Drawn tokens with where they belong, as parallel arrays of one result."""
+
+    gateways: Any  # int64 [n]
+    requests: Int32s
+    attempts: Int32s
+    samples: Int32s
+    offsets: Int32s
+    tokens: Int32s
+    draws: Int32s  # index of each in the result
+    logprobs: DrawLogprobs | None
+
+
+@dataclass
+class Outputs:
+    """Filled by the scheduler, emptied by the server."""
+
+    rows: _Rows | None = None
+    finishes: dict[int, list[Finish]] = field(default_factory=lambda: defaultdict(list))
+    scores: dict[int, list[PromptScores]] = field(default_factory=lambda: defaultdict(list))
+    started: dict[int, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
+    failures: list[tuple[SequenceGroup, str, str]] = field(default_factory=list)
+    ended: list[SequenceGroup] = field(default_factory=list)
+
+    def add_tokens(
+        self,
+        slots: SlotTable,
+        rows: Int32s,
+        tokens: Int32s,
+        draws: Int32s,
+        logprobs: DrawLogprobs | None,
+    ) -> None:
+        """Tokens just drawn for `rows`, before they are appended to the slots."""
+        self.rows = _Rows(
+            gateways=slots.gateway[rows],
+            requests=slots.request[rows],
+            attempts=slots.attempt[rows],
+            samples=slots.sample[rows],
+            offsets=slots.known[rows] - slots.prompt_len[rows],
+            tokens=tokens,
+            draws=draws,
+            logprobs=logprobs,
+        )
+
+    def add_finish(self, sequence: Sequence, reason: str, stop_token: int | None) -> None:
+        group = sequence.group
+        finish = Finish(
+            request=group.id.request,
+            attempt=group.attempt,
+            sample=sequence.sample,
+            reason=reason,
+            stop_token=stop_token,
+        )
+        self.finishes[group.id.gateway].append(finish)
+
+    def add_prompt_scores(self, group: SequenceGroup, part: PromptLogprobs) -> None:
+        scores = PromptScores(
+            request=group.id.request,
+            attempt=group.attempt,
+            start=part.start,
+            logprobs=part.logprobs,
+            top_count=part.top_count,
+            top_ids=part.top_ids,
+            top_logprobs=part.top_logprobs,
+        )
+        self.scores[group.id.gateway].append(scores)
+
+    def add_started(self, group: SequenceGroup, cached_tokens: int) -> None:
+        self.started[group.id.gateway].append((group.id.request, group.attempt, cached_tokens))
+
+    def add_failure(self, group: SequenceGroup, code: str, reason: str) -> None:
+        self.failures.append((group, code, reason))
+
+    def token_messages(self, controlplane: int) -> list[tuple[int, Tokens]]:
+        """One message for each gateway that has anything to hear."""
+        gateways = {*self.finishes, *self.scores, *self.started}
+        if self.rows is not None:
+            gateways.update(int(gateway) for gateway in np.unique(self.rows.gateways))
+        return [(gateway, self._message(controlplane, gateway)) for gateway in sorted(gateways)]
+
+    def failure_messages(self, controlplane: int) -> list[tuple[int, Failure]]:
+        return [
+            (
+                group.id.gateway,
+                Failure(
+                    controlplane=controlplane,
+                    request=group.id.request,
+                    attempt=group.attempt,
+                    code=code,
+                    reason=reason,
+                ),
+            )
+            for group, code, reason in self.failures
+        ]
+
+    def _message(self, controlplane: int, gateway: int) -> Tokens:
+        message = Tokens(
+            controlplane=controlplane,
+            finishes=self.finishes.get(gateway, []),
+            prompt_scores=self.scores.get(gateway, []),
+        )
+        if gateway in self.started:
+            started = int32s(self.started[gateway]).reshape(-1, 3)
+            message.started, message.started_attempts, message.cached = started.T
+        if self.rows is not None:
+            _fill_rows(message, self.rows, np.flatnonzero(self.rows.gateways == gateway))
+        return message
+
+
+def _fill_rows(message: Tokens, rows: _Rows, mine: Any) -> None:
+    message.requests = rows.requests[mine]
+    message.attempts = rows.attempts[mine]
+    message.samples = rows.samples[mine]
+    message.offsets = rows.offsets[mine]
+    message.tokens = rows.tokens[mine]
+    if rows.logprobs is not None:
+        message.logprobs = _select_logprobs(rows.logprobs, rows.draws[mine])
+
+
+def _select_logprobs(logprobs: DrawLogprobs, draws: Int32s) -> DrawLogprobs | None:
+    """The entries for these draws, renumbered: entry i is about draws[i]."""
+    wanted = {int(draw): index for index, draw in enumerate(draws)}
+    ends = np.cumsum(logprobs.top_counts)
+    kept = [row for row, draw in enumerate(logprobs.draws) if int(draw) in wanted]
+    if not kept:
+        return None
+    tops = np.concatenate([np.arange(ends[row] - logprobs.top_counts[row], ends[row]) for row in kept])
+    return DrawLogprobs(
+        draws=int32s([wanted[int(logprobs.draws[row])] for row in kept]),
+        logprobs=logprobs.logprobs[kept],
+        top_counts=logprobs.top_counts[kept],
+        top_ids=logprobs.top_ids[tops],
+        top_logprobs=logprobs.top_logprobs[tops],
+    )

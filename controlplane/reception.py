@@ -1,0 +1,98 @@
+"""Requests come in here: checked against limits, queued, cancelled, forgotten."""
+
+import itertools
+import time
+
+from octavo.controlplane.gateways import Gateway, Gateways
+from octavo.controlplane.options import ControlPlaneOptions
+from octavo.controlplane.scheduler import Scheduler
+from octavo.controlplane.sequence import OrderedGroups, SequenceGroup, State
+from octavo.proto.session import Cancel, Submit
+
+
+class Refusal(Exception):  # noqa: N818 (an answer to the client)
+    """A request that is not taken: a gRPC status code and a text naming field and limit."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason
+
+
+class Reception:
+    """Owns the queue of waiting groups and who submitted what."""
+
+    def __init__(self, options: ControlPlaneOptions) -> None:
+        self._options = options
+        self.waiting = OrderedGroups()
+        self.gateways = Gateways(options.lease)
+        self._serials = itertools.count()
+
+    def submit(self, gateway: Gateway, submit: Submit, scheduler: Scheduler | None) -> None:
+        """Queues a request; a known attempt is ignored, a higher one replaces the lower.
+
+        Raises:
+            Refusal: it is malformed, could never run, or the queue is full.
+        """
+        old = gateway.groups.get(submit.request)
+        if old is not None and old.attempt >= submit.attempt:
+            return
+        if old is not None:
+            self.cancel_group(old, set(), scheduler)
+        self._check(submit)
+        group = SequenceGroup.from_submit(submit, next(self._serials))
+        reason = scheduler.fit(group) if scheduler is not None else None
+        if reason is not None:
+            raise Refusal("INVALID_ARGUMENT", reason)
+        gateway.groups[submit.request] = group
+        self.waiting.add(group)
+
+    def _check(self, submit: Submit) -> None:
+        options = self._options
+        if not len(submit.prompt) or submit.prompt.min() < 0:
+            raise Refusal("INVALID_ARGUMENT", "prompt: empty, or a token id is negative")
+        if not submit.samples or all(state.finish for state in submit.samples):
+            raise Refusal("INVALID_ARGUMENT", "n: no sample is left to generate")
+        if submit.max_tokens < 0:
+            raise Refusal("INVALID_ARGUMENT", "max_tokens: below 0")
+        if any(len(s.tokens) >= max(submit.max_tokens, 1) and not s.finish for s in submit.samples):
+            raise Refusal("INVALID_ARGUMENT", "samples: more outputs than max_tokens")
+        if len(self.waiting) >= options.max_waiting_requests:
+            raise Refusal(
+                "RESOURCE_EXHAUSTED",
+                f"the queue is full: {options.max_waiting_requests} requests wait; retry later",
+            )
+        if self.waiting.tokens + len(submit.prompt) > options.max_waiting_tokens:
+            raise Refusal(
+                "RESOURCE_EXHAUSTED",
+                f"the queue is full: {options.max_waiting_tokens} prompt tokens wait; retry later",
+            )
+
+    def cancel(self, gateway: Gateway, cancel: Cancel, scheduler: Scheduler | None) -> None:
+        """Stops samples of a request. Unknown requests and old attempts are ignored."""
+        group = gateway.groups.get(cancel.request)
+        if group is not None and group.attempt <= cancel.attempt:
+            self.cancel_group(group, set(cancel.samples.tolist()), scheduler)
+
+    def cancel_group(
+        self, group: SequenceGroup, samples: set[int], scheduler: Scheduler | None
+    ) -> None:
+        if scheduler is not None:
+            scheduler.cancel(group, samples)
+            return
+        for sequence in group.live:  # no gang has ever been there: the group can only be waiting
+            sequence.finished = not samples or sequence.sample in samples
+        if not group.live:
+            self.waiting.remove(group)
+            group.state = State.FINISHED
+            self.gateways.forget(group.id, group)
+
+    def drop_gateway(self, gateway: Gateway, scheduler: Scheduler | None) -> None:
+        """Frees everything that a gateway has submitted."""
+        for group in list(gateway.groups.values()):
+            self.cancel_group(group, set(), scheduler)
+        self.gateways.remove(gateway)
+
+    def oldest_wait(self) -> float:
+        """Seconds that the first waiting group has waited."""
+        first = self.waiting.first()
+        return max(0.0, time.time() - first.key.arrival) if first else 0.0

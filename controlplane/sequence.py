@@ -1,0 +1,137 @@
+"""Sequences and the groups in which they are scheduled."""
+
+import bisect
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from octavo.proto.plan import Sampling
+from octavo.proto.session import Submit
+from octavo.proto.wire import Int32s, int32s
+
+
+class State(enum.Enum):
+    """Where a group is. It is in exactly one of these."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class Key(NamedTuple):
+    """The one order of groups: admission, resumption, and (largest first) preemption."""
+
+    priority: int  # lower first
+    arrival: float  # Unix seconds
+    serial: int  # of the submission: breaks ties
+
+
+class RequestId(NamedTuple):
+    """A request among all gateways; `gateway` is an incarnation."""
+
+    gateway: int
+    request: int
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample of a request. While it holds a slot, the slot table owns its tokens."""
+
+    group: "SequenceGroup"
+    sample: int
+    outputs: Int32s  # known output tokens, true while `slot` is None
+    slot: int | None = None
+    target: int = 0  # tokens that prefill must compute before the first draw
+    # Prefill may not start before this sequence has computed `waits_until` tokens: they share blocks.
+    waits_for: "Sequence | None" = None
+    waits_until: int = 0
+    finished: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """The samples of one request: admitted, preempted and resumed together."""
+
+    id: RequestId
+    attempt: int
+    key: Key
+    prompt: Int32s
+    max_tokens: int
+    sampling: Sampling
+    sequences: list[Sequence] = field(default_factory=list)
+    state: State = State.WAITING
+    end: int = 0  # tokens, prompt included, at which every sample stops; set when the pool is known
+    prompt_scores_from: int = 0  # prompt log-probabilities before this position have been delivered
+    started: bool = False  # its first row has been planned, ever
+
+    @classmethod
+    def from_submit(cls, submit: Submit, serial: int) -> "SequenceGroup":
+        group = cls(
+            id=RequestId(submit.gateway, submit.request),
+            attempt=submit.attempt,
+            key=Key(submit.priority, submit.arrival, serial),
+            prompt=submit.prompt,
+            max_tokens=submit.max_tokens,
+            sampling=submit.sampling,
+        )
+        for sample, state in enumerate(submit.samples):
+            sequence = Sequence(group, sample, state.tokens, finished=state.finish != "")
+            group.sequences.append(sequence)
+        return group
+
+    @property
+    def live(self) -> list[Sequence]:
+        """The samples that are not finished."""
+        return [sequence for sequence in self.sequences if not sequence.finished]
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no sample has an output yet: one prefill then serves them all."""
+        return not any(len(sequence.outputs) for sequence in self.sequences)
+
+    @property
+    def wants_prompt_scores(self) -> bool:
+        scores = self.sampling.prompt_logprobs is not None
+        return scores and self.prompt_scores_from < len(self.prompt)
+
+    def history(self, sequence: Sequence) -> Int32s:
+        """Prompt and known outputs of a sample that holds no slot."""
+        return np.concatenate([self.prompt, sequence.outputs]) if len(sequence.outputs) else self.prompt
+
+
+class OrderedGroups:
+    """Groups in the order of their keys. Adding at the end and taking the first are cheap."""
+
+    def __init__(self) -> None:
+        self._groups: list[SequenceGroup] = []
+        self.tokens = 0  # of all prompts
+
+    def add(self, group: SequenceGroup) -> None:
+        bisect.insort(self._groups, group, key=_key)
+        self.tokens += len(group.prompt)
+
+    def remove(self, group: SequenceGroup) -> None:
+        index = bisect.bisect_left(self._groups, group.key, key=_key)
+        removed = self._groups.pop(index)
+        assert removed is group, "a group's key must not change while it is queued"
+        self.tokens -= len(group.prompt)
+
+    def first(self) -> SequenceGroup | None:
+        return self._groups[0] if self._groups else None
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        return iter(self._groups)
+
+
+def _key(group: SequenceGroup) -> Key:
+    return group.key
+
+
+NO_OUTPUTS = int32s()

@@ -1,0 +1,270 @@
+"""The HTTP client and the loops against a real socket whose other end plays a script."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from loadgen.drive import Run, closed_loop, open_loop
+from loadgen.http_client import HttpClient
+from loadgen.lengths import InputError
+from loadgen.records import RequestError
+from loadgen.workload import Request
+
+Script = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def event(value: Any) -> bytes:
+    data = b"data: %s\n\n" % (value if isinstance(value, bytes) else json.dumps(value).encode())
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def delta(text: str, finish: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": text, "finish_reason": finish, **more}]}
+
+
+def usage(prompt: int, output: int) -> dict[str, Any]:
+    counts = {"prompt_tokens": prompt, "completion_tokens": output}
+    return {"choices": [], "usage": {**counts, "prompt_tokens_details": {"cached_tokens": 2}}}
+
+
+@asynccontextmanager
+async def server(script: Script) -> AsyncIterator[str]:
+    """Reads each request and lets the script answer it."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        body = json.loads(await reader.readexactly(length) or b"{}")
+        try:
+            await script({"line": head.split(b"\r\n")[0].decode(), **body}, writer)
+            await writer.drain()
+        except ConnectionError:
+            pass  # the client left first, as some tests want
+        finally:
+            writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listener:
+        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+
+
+def run_loop(script: Script, count: int, **options: Any) -> Run:
+    """Runs `count` requests with a closed loop of one client, unless told otherwise."""
+    requests = options.pop("requests", [Request([21, 22, 23], 4, 0.0)] * count)
+    clients, timeout = options.pop("clients", 1), options.pop("timeout", 20.0)
+
+    async def main() -> Run:
+        run = Run(requests)
+        async with server(script) as url:
+            client = HttpClient(
+                url,
+                options.pop("api", "completions"),
+                options.pop("model", "m"),
+                temperature=0.0,
+                extra=options.pop("extra", {}),
+            )
+            if clients is None:
+                await open_loop(client, run, timeout)
+            else:
+                await closed_loop(client, run, clients, timeout)
+        return run
+
+    return asyncio.run(main())
+
+
+async def four_tokens(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(HEAD + event(delta("a")) + event(delta("")))
+    await writer.drain()
+    writer.write(event(delta("b")) + event(delta("", finish="length")))
+    writer.write(event(usage(3, 4)) + event(b"[DONE]") + b"0\r\n\r\n")
+
+
+def only_failure(run: Run) -> RequestError:
+    (record,) = run.records
+    assert record.failure is not None
+    return record.failure
+
+
+def test_a_stream_is_recorded() -> None:
+    (record,) = run_loop(four_tokens, 1).records
+    assert record.failure is None
+    assert len(record.delta_times) == 3  # the last event only says why it ended
+    assert (record.prompt, record.output, record.cached_tokens) == (3, 4, 2)
+    assert record.due <= record.delta_times[0] <= record.ended
+
+
+def test_the_request_asks_for_exactly_its_tokens() -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def script(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        seen.append(request)
+        await four_tokens(request, writer)
+
+    run_loop(script, 1, extra={"top_k": 5})
+    assert seen == [
+        {
+            "line": "POST /v1/completions HTTP/1.1",
+            "model": "m",
+            "prompt": [21, 22, 23],
+            "max_tokens": 4,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "top_k": 5,
+        }
+    ]
+
+
+def test_token_ids_are_counted_where_there_is_no_usage() -> None:
+    async def script(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + event(delta("a", token_ids=[5, 6])))
+        writer.write(event(delta("b", finish="length", token_ids=[7])) + b"0\r\n\r\n")
+
+    (record,) = run_loop(script, 1).records
+    assert record.failure is None
+    assert (record.output, record.is_short) == (3, True)
+
+
+def test_chat_sends_words_and_skips_the_role() -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def script(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        seen.append(request)
+        for part in ({"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"}):
+            writer.write((HEAD if len(part) == 2 else b"") + event({"choices": [{"delta": part}]}))
+        writer.write(event({"choices": [{"delta": {}, "finish_reason": "stop"}]}) + event(b"[DONE]"))
+
+    (record,) = run_loop(script, 1, api="chat").records
+    assert record.failure is None and record.output == 2
+    assert seen[0]["line"] == "POST /v1/chat/completions HTTP/1.1"
+    assert len(seen[0]["messages"][0]["content"].split()) == 3
+
+
+def test_the_model_is_asked_for_when_not_given() -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def script(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        seen.append(request)
+        if request["line"].startswith("GET"):
+            body = b'{"data": [{"id": "first"}, {"id": "second"}]}'
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        else:
+            await four_tokens(request, writer)
+
+    run = run_loop(script, 2, model=None)
+    assert [request["line"].split()[1] for request in seen] == [
+        "/v1/models",
+        "/v1/completions",
+        "/v1/completions",
+    ]
+    assert seen[1]["model"] == seen[2]["model"] == "first"
+    assert all(record.failure is None for record in run.records)
+
+
+async def refuse(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    body = b'{"error": {"message": "queue is full", "type": "x"}}'
+    writer.write(b"HTTP/1.1 429 Too Many\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+
+async def cut_off(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(HEAD + event(delta("a")))
+
+
+async def end_without_reason(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(HEAD + event(delta("a")) + b"0\r\n\r\n")
+
+
+async def fail_in_stream(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(HEAD + event(delta("a")) + event({"error": {"message": "engine died"}}))
+
+
+async def nonsense(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(HEAD + event(b"{]"))
+
+
+async def stall(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(HEAD + event(delta("a")))
+    await writer.drain()
+    await asyncio.sleep(30)
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "detail"),
+    [
+        (refuse, "http 429", "queue is full"),
+        (cut_off, "cut off", "closed the connection"),
+        (end_without_reason, "cut off", "without a finish reason"),
+        (fail_in_stream, "error in stream", "engine died"),
+        (nonsense, "bad response", "{]"),
+    ],
+)
+def test_failures_have_a_kind_and_the_servers_words(script: Script, kind: str, detail: str) -> None:
+    failure = only_failure(run_loop(script, 1))
+    assert failure.kind == kind
+    assert detail in failure.detail
+
+
+def test_a_stalled_request_times_out() -> None:
+    run = run_loop(stall, 1, timeout=0.2)
+    assert only_failure(run).kind == "timeout"
+    assert run.records[0].seen_tokens == 1
+
+
+def test_no_server_is_a_failure_of_each_request() -> None:
+    async def main() -> Run:
+        async with server(four_tokens) as url:
+            pass  # closed again: the port is free
+        run = Run([Request([21], 1, 0.0)] * 2)
+        await closed_loop(HttpClient(url, "completions", "m", 0.0, {}), run, 2, 5.0)
+        return run
+
+    kinds = [record.failure.kind for record in asyncio.run(main()).records if record.failure]
+    assert kinds == ["connection", "connection"]
+
+
+class Gate:
+    """Answers only when released, and counts how many wait."""
+
+    def __init__(self, release_at: int) -> None:
+        self.waiting = 0
+        self.most = 0
+        self.release_at = release_at
+        self.full = asyncio.Event()
+
+    async def __call__(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        if self.waiting >= self.release_at:
+            self.full.set()
+        await self.full.wait()
+        await four_tokens(request, writer)
+        self.waiting -= 1
+
+
+def test_a_closed_loop_keeps_each_client_at_one_request() -> None:
+    gate = Gate(release_at=3)
+    run = run_loop(gate, 10, clients=3)
+    assert gate.most == 3
+    assert len(run.records) == 10 and all(record.failure is None for record in run.records)
+
+
+def test_an_open_loop_sends_whether_others_ended_or_not() -> None:
+    gate = Gate(release_at=6)  # nothing ends before all six are there
+    requests = [Request([21], 4, at=0.01 * index) for index in range(6)]
+    run = run_loop(gate, 6, clients=None, requests=requests)
+    assert gate.most == 6
+    assert [record.due - run.started for record in run.records] == pytest.approx(
+        [request.at for request in requests]
+    )
+    assert all(record.sent >= record.due and record.failure is None for record in run.records)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://"])
+def test_a_bad_url_is_named(url: str) -> None:
+    with pytest.raises(InputError, match="--url"):
+        HttpClient(url, "completions", "m", 0.0, {})

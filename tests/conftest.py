@@ -1,0 +1,6 @@
+"""Shared set-up of all tests: helpers beside this file are importable by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
