@@ -35,6 +35,7 @@ class Draft:
     chunks: list[tuple[int, int]] = field(default_factory=list)  # slot, length
     draws: list[tuple[int, int]] = field(default_factory=list)  # slot, chunk
     ending: list[Sequence] = field(default_factory=list)  # completed without a draw
+    done_with: list[Sequence] = field(default_factory=list)  # to be released once the plan is made
 
     @property
     def has_rows(self) -> bool:

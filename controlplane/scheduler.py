@@ -219,12 +219,13 @@ class Scheduler:
             draft.draws.append((sample.slot, len(draft.chunks) - 1))
             self.slots.decoding[sample.slot] = True
         if sequence.finished:
-            self._release(sequence)
+            draft.done_with.append(sequence)
 
     def _fork(self, draft: Draft, parent: Sequence, child: Sequence) -> None:
         assert parent.slot is not None and child.slot is not None
         self.blocks.fork(parent.slot, child.slot)
         self.slots.computed[child.slot] = self.slots.computed[parent.slot]
+        self.slots.announced[child.slot] = True
         draft.forks.append((parent.slot, child.slot, child.sample))
 
     # -- admission and preemption ------------------------------------------------------------------
@@ -296,6 +297,7 @@ class Scheduler:
         computed = len(shared) * self.shape.block_size
         slot = self.slots.take(sequence, history, computed)
         blocks = self.blocks.allocate(slot, len(history), shared)
+        self.slots.announced[slot] = True
         sequence.target = len(history)
         sequence.waits_for = None
         admit = Admit(
@@ -337,6 +339,8 @@ class Scheduler:
         self._freed_slots.clear()
         self.next_number += 1
         self.counters.plans += 1
+        for sequence in draft.done_with:
+            self._release(sequence)
         return plan
 
     def _count_cancels(self, number: int) -> None:
@@ -354,8 +358,9 @@ class Scheduler:
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         self.blocks.free(slot)
+        if self.slots.announced[slot]:
+            self._freed_slots.append(slot)
         self.slots.release(slot)
-        self._freed_slots.append(slot)
 
     def _end(self, sequence: Sequence) -> None:
         """Finishes a sequence, and its group with the last one."""

@@ -27,6 +27,7 @@ class SlotTable:
         self.sequences: list[Sequence | None] = [None] * num_slots
         # Goes up when a slot is freed: a result's row counts only if it is still the same.
         self.generation = _ints(num_slots)
+        self.announced = np.zeros(num_slots, dtype=np.bool_)  # the worker knows that the slot is taken
         self.decoding = np.zeros(num_slots, dtype=np.bool_)
         self.computed = _ints(num_slots)
         self.known = _ints(num_slots)
@@ -77,7 +78,7 @@ class SlotTable:
         sequence.outputs = self.tokens(slot)[self.prompt_len[slot] :].copy()
         sequence.slot = None
         self.sequences[slot] = None
-        self.decoding[slot] = False
+        self.decoding[slot] = self.announced[slot] = False
         self.generation[slot] += 1
         self.stop_sets.pop(slot, None)
         self._free.append(slot)

@@ -150,7 +150,9 @@ class ToyWorker:
 
     def _draw(self, row: int, slot: int) -> int:
         state, read = self.slots[slot], self._read(row)
-        assert read == self.slots[row].tokens[: self.slots[row].computed], "the cache holds other tokens"
+        assert read == self.slots[row].tokens[: self.slots[row].computed], (
+            "the cache holds other tokens"
+        )
         return next_token(read, state.sampling, state.sample)
 
     def _prompt_scores(self, plan: Plan, starts: dict[int, int]) -> list[PromptLogprobs]:
