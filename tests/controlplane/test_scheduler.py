@@ -1,5 +1,6 @@
 """The scheduler against a worker that notices every wrong block."""
 
+import os
 import random
 
 import pytest
@@ -237,7 +238,7 @@ def _random_request(number: int, chance: random.Random) -> Submit:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=int(os.environ.get("OCTAVO_EXAMPLES", "60")), deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([1, 2]), blocks=st.integers(6, 30))
 def test_random_traffic(seed: int, depth: int, blocks: int) -> None:
     """Arrivals, cancels and lost workers at random: every answer is that of an undisturbed run."""

