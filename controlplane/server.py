@@ -99,7 +99,6 @@ class ControlPlane:
                 _check_identity(identity, control_identity(message.incarnation))
                 self._on_worker_beat(message)
             case Ready():
-                _check_identity(identity, data_identity(message.incarnation))
                 self._on_ready(message)
             case Fault():
                 self._on_fault(identity, message)

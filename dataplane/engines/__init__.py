@@ -1,0 +1,1 @@
+"""Engines: implementations of `octavo.dataplane.engine.Engine`."""

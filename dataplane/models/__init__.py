@@ -1,0 +1,1 @@
+"""Model definitions: one file per family, over the parts in `layers`."""

@@ -175,6 +175,10 @@ async def cut_off(request: dict[str, Any], writer: asyncio.StreamWriter) -> None
     writer.write(HEAD + event(delta("a")))
 
 
+async def hang_up(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    """Not even a head."""
+
+
 async def end_without_reason(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     writer.write(HEAD + event(delta("a")) + b"0\r\n\r\n")
 
@@ -197,7 +201,8 @@ async def stall(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     ("script", "kind", "detail"),
     [
         (refuse, "http 429", "queue is full"),
-        (cut_off, "cut off", "closed the connection"),
+        (cut_off, "cut off", "without a finish reason"),
+        (hang_up, "cut off", "without a finish reason"),
         (end_without_reason, "cut off", "without a finish reason"),
         (fail_in_stream, "error in stream", "engine died"),
         (nonsense, "bad response", "{]"),

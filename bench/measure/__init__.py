@@ -1,0 +1,1 @@
+"""What every benchmark needs: statistics, tables, the machine it ran on, and the JSON file."""

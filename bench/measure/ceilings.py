@@ -1,0 +1,85 @@
+"""What the machine can do at best, measured in the same run as the figures that stand beside it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+_MATMUL_SIZE = 1536
+_COPY_BYTES = 256 * 1024 * 1024  # far more than any cache holds
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Best of several tries, with as many threads as torch uses now."""
+
+    matmul_flops: float  # floating-point operations per second of an fp32 matrix product
+    copy_bytes: float  # bytes per second, read and written, of a copy in memory
+
+
+def measure_ceilings(tries: int = 5) -> Ceilings:
+    """Takes about a second."""
+    left, right = torch.randn(2, _MATMUL_SIZE, _MATMUL_SIZE)
+    out = torch.empty(_MATMUL_SIZE, _MATMUL_SIZE)
+    source = torch.ones(_COPY_BYTES // _FLOAT_BYTES)
+    target = torch.empty_like(source)
+    matmul = fastest(lambda: torch.mm(left, right, out=out), tries)
+    copy = fastest(lambda: target.copy_(source), tries)
+    return Ceilings(matmul_flops=2 * _MATMUL_SIZE**3 / matmul, copy_bytes=2 * _COPY_BYTES / copy)
+
+
+def fastest(work: Callable[[], object], tries: int) -> float:
+    """Seconds of the fastest of some tries, after one that is not counted."""
+    work()
+    return min(_seconds(work) for _ in range(tries))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What a step of a Llama-family model must compute and read at least.
+
+    Only matrix products and attention count; everything else is small beside them.
+    """
+
+    layer_weights: int  # of all layers' matrices
+    head_weights: int  # of the matrix that gives logits
+    attention_flops: int  # per token and per token that it attends to
+    token_bytes: int  # of KV cache per token
+    weight_bytes: int = _FLOAT_BYTES
+
+    @classmethod
+    def of(cls, config: dict[str, int], token_bytes: int) -> "ModelCost":
+        """From Hugging Face's configuration."""
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        head_dim = config.get("head_dim") or hidden // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        projections = 2 * hidden * head_dim * (heads + kv_heads)
+        layer = projections + 3 * hidden * config["intermediate_size"]
+        return cls(
+            layer_weights=config["num_hidden_layers"] * layer,
+            head_weights=hidden * config["vocab_size"],
+            attention_flops=4 * config["num_hidden_layers"] * heads * head_dim,
+            token_bytes=token_bytes,
+        )
+
+    def flops(self, tokens: int, logits: int, attended: int) -> int:
+        """`attended` is the number of (token, earlier token) pairs."""
+        products = 2 * (tokens * self.layer_weights + logits * self.head_weights)
+        return products + attended * self.attention_flops
+
+    def bytes_read(self, cached_tokens: int) -> int:
+        """Weights once, and the KV cache of the tokens that are attended to."""
+        weights = self.layer_weights + self.head_weights
+        return weights * self.weight_bytes + cached_tokens * self.token_bytes
+
+    def floor(self, flops: int, bytes_read: int, ceilings: Ceilings) -> float:
+        """Seconds that no implementation on this machine could beat."""
+        return max(flops / ceilings.matmul_flops, bytes_read / ceilings.copy_bytes)

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Starts each kind of process and prints the time until it is ready and its memory then.
+
+The control plane counts as started when /health answers (it is ready only with a worker), worker and
+gateway when /ready does. Each starts while the ones before it are up and idle, from a warm file cache
+in all rounds but perhaps the first.
+
+    python bench/startup.py --rounds 3 --json startup.json
+"""
+
+import argparse
+import contextlib
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from measure.figures import number, table
+from measure.machine import describe, write_json
+from measure.processes import StartError, free_ports, running
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How to start one kind of process and when it counts as started."""
+
+    name: str  # the `octavo` command
+    arguments: Sequence[str]
+    port: int  # where its probes answer
+    path: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of one process."""
+
+    name: str
+    seconds: float
+    resident_bytes: int
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    try:
+        rounds = [_round(options, index) for index in range(options.rounds)]
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    figures = [_median(starts) for starts in zip(*rounds, strict=True)]
+    print(table(["process", "seconds to start", "fastest", "slowest", "resident MiB"], _rows(figures)))
+    if options.json:
+        report = {"processes": figures, "rounds": [[asdict(start) for start in r] for r in rounds]}
+        write_json(options.json, describe(report, vars(options)))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Start-up time and memory of Octavo's processes.")
+    parser.add_argument("--rounds", type=int, choices=range(1, 101), default=3, metavar="N")
+    parser.add_argument("--model", default="demo", help="as in `octavo worker` (default: demo)")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds for a start (default: 300)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="where to write all figures")
+    return parser
+
+
+def _round(options: argparse.Namespace, index: int) -> list[Start]:
+    """Starts the three, one after the other, and stops them again. Raises StartError."""
+    starts = []
+    with contextlib.ExitStack() as stack:
+        for kind in _kinds(options.model):
+            process = stack.enter_context(running(kind.name, kind.arguments))
+            seconds = process.wait_for(kind.port, kind.path, options.timeout)
+            starts.append(Start(kind.name, seconds, process.resident_bytes()))
+            print(f"round {index + 1}: {kind.name} {seconds:.2f} s", file=sys.stderr, flush=True)
+    return starts
+
+
+def _kinds(model: str) -> list[Kind]:
+    gateway_port, worker_port, probe, worker_probe, grpc_port, http_port = free_ports(6)
+    gateways, workers = ["--gateway-port", str(gateway_port)], ["--worker-port", str(worker_port)]
+    control = [*gateways, *workers, "--controlplane-probe-port", str(probe)]
+    worker = ["--model", model, *workers, "--worker-probe-port", str(worker_probe)]
+    gateway = [
+        "--model",
+        model,
+        *gateways,
+        "--grpc-port",
+        str(grpc_port),
+        "--http-port",
+        str(http_port),
+    ]
+    return [
+        Kind("controlplane", control, probe, "/health"),
+        Kind("worker", worker, worker_probe, "/ready"),
+        Kind("gateway", gateway, http_port, "/ready"),
+    ]
+
+
+def _median(starts: Sequence[Start]) -> dict[str, Any]:
+    seconds = [start.seconds for start in starts]
+    return {
+        "name": starts[0].name,
+        "seconds": statistics.median(seconds),
+        "fastest": min(seconds),
+        "slowest": max(seconds),
+        "resident_bytes": statistics.median(start.resident_bytes for start in starts),
+    }
+
+
+def _rows(figures: Sequence[dict[str, Any]]) -> list[list[str]]:
+    return [
+        [
+            figure["name"],
+            *(number(figure[key]) for key in ("seconds", "fastest", "slowest")),
+            number(figure["resident_bytes"] / _MIB),
+        ]
+        for figure in figures
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

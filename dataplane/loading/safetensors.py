@@ -1,0 +1,65 @@
+"""Weights from a folder of safetensors files, sharded or not, memory-mapped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from octavo.common.modelfiles import ModelError, ModelFiles
+from octavo.dataplane.loading.weights import check_shape
+
+_INDEX = "model.safetensors.index.json"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class SafetensorsWeights:
+    """The tensors of a Hugging Face folder."""
+
+    def __init__(self, files: ModelFiles, dtype: torch.dtype) -> None:
+        self._folder, self._dtype = files.path, dtype
+        self._open: dict[Path, Any] = {}
+        self._file_of = self._indexed() or self._listed()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        path = self._file_of.get(name)
+        if path is None:
+            raise ModelError(f"{self._folder}: no safetensors file has the tensor {name}")
+        place = f"{path}: tensor {name}"
+        try:
+            stored: Tensor = self._reader(path).get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{place} is missing: {error}") from error
+        if stored.dtype not in _DTYPES:
+            raise ModelError(f"{place} is {stored.dtype}: only float32, float16 and bfloat16 are read")
+        check_shape(place, tuple(stored.shape), shape)
+        return stored.to(self._dtype)
+
+    def _indexed(self) -> dict[str, Path]:
+        path = self._folder / _INDEX
+        if not path.exists():
+            return {}
+        try:
+            return {
+                name: self._folder / file
+                for name, file in json.loads(path.read_text())["weight_map"].items()
+            }
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"{path} is not an index of safetensors files: {error}") from error
+
+    def _listed(self) -> dict[str, Path]:
+        paths = sorted(self._folder.glob("*.safetensors"))
+        if not paths:
+            raise ModelError(f"{self._folder} has no *.safetensors file")
+        names = {path: list(self._reader(path).keys()) for path in paths}
+        return {name: path for path in paths for name in names[path]}
+
+    def _reader(self, path: Path) -> Any:
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
+        return self._open[path]

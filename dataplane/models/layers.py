@@ -1,0 +1,89 @@
+"""The parts that model definitions share. They hold weights; the operations come from the table."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from octavo.dataplane.loading.weights import Weights
+from octavo.kernels.table import Kernels
+
+
+@dataclass(frozen=True)
+class ForwardState:
+    """What the layers of one forward share."""
+
+    rotations: Tensor  # [num_tokens, head_dim], rows of the rotary table
+    rows: Any  # of kernels.prepare_attention
+    kv_slots: Any  # of kernels.prepare_kv_write
+    key_caches: list[Tensor]  # one per layer
+    value_caches: list[Tensor]
+
+
+class Linear(nn.Module):
+    """One matrix product, or several of the same input side by side."""
+
+    def __init__(
+        self, weights: Weights, names: list[str], in_size: int, out_sizes: list[int], bias: bool = False
+    ) -> None:
+        super().__init__()
+        parts = list(zip(names, out_sizes, strict=True))
+        self.weight = _frozen([weights.take(f"{name}.weight", (size, in_size)) for name, size in parts])
+        self.bias = (
+            _frozen([weights.take(f"{name}.bias", (size,)) for name, size in parts]) if bias else None
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight, self.bias)
+
+
+class RmsNorm(nn.Module):
+    """Normalisation before a sub-layer."""
+
+    def __init__(
+        self, weights: Weights, name: str, size: int, epsilon: float, kernels: Kernels
+    ) -> None:
+        super().__init__()
+        self.weight = _frozen([weights.take(f"{name}.weight", (size,))])
+        self._epsilon, self._kernels = epsilon, kernels
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._kernels.rms_norm(hidden, self.weight, self._epsilon)
+
+
+class PagedAttention(nn.Module):
+    """Stores the new keys and values of a layer, then attends over the blocks of each row."""
+
+    def __init__(self, layer: int, head_dim: int, kernels: Kernels) -> None:
+        super().__init__()
+        self._layer, self._scale, self._kernels = layer, head_dim**-0.5, kernels
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor, state: ForwardState) -> Tensor:
+        """`query` is ``[num_tokens, num_heads, head_dim]``, the others have num_kv_heads."""
+        key_cache, value_cache = state.key_caches[self._layer], state.value_caches[self._layer]
+        self._kernels.kv_write(keys, values, key_cache, value_cache, state.kv_slots)
+        return self._kernels.paged_attention(query, key_cache, value_cache, state.rows, self._scale)
+
+
+class GatedMlp(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(
+        self, weights: Weights, name: str, hidden: int, inner: int, bias: bool, kernels: Kernels
+    ) -> None:
+        super().__init__()
+        gate_up = [f"{name}.gate_proj", f"{name}.up_proj"]
+        self.gate_up = Linear(weights, gate_up, hidden, [inner, inner], bias)
+        self.down = Linear(weights, [f"{name}.down_proj"], inner, [hidden], bias)
+        self._kernels = kernels
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        down: Tensor = self.down(self._kernels.silu_mul(self.gate_up(hidden)))
+        return down
+
+
+def _frozen(parts: list[Tensor]) -> nn.Parameter:
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return nn.Parameter(joined.contiguous(), requires_grad=False)

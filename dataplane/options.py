@@ -1,0 +1,49 @@
+"""Options of a worker."""
+
+from dataclasses import dataclass
+
+from octavo.common.options import option, parse_bytes
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What `octavo worker` takes."""
+
+    model: str = option(
+        "demo", "model to serve: demo, a folder of safetensors, a .gguf file or a hub id"
+    )
+    served_model_name: str | None = option(None, "what clients call the model")
+    controlplane_host: str = option("127.0.0.1", "host of the control plane")
+    worker_port: int = option(7462, "control plane's port for workers", minimum=1, maximum=65535)
+    worker_probe_host: str = option("127.0.0.1", "address of the worker's /health, /ready and /metrics")
+    worker_probe_port: int = option(
+        7464, "port of the worker's /health, /ready and /metrics", minimum=1, maximum=65535
+    )
+    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    engine: str = option("auto", "what computes", choices=("auto", "torch"))
+    dtype: str = option(
+        "auto",
+        "type of weights and KV cache; auto is float32 on CPUs and bfloat16 on GPUs",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    num_kv_blocks: int | None = option(None, "blocks of the device's KV pool", minimum=1)
+    kv_memory: int | None = option(
+        None,
+        "bytes of the device's KV pool, such as 4GiB; by default 25% of the available memory on CPUs",
+        parse=parse_bytes,
+        minimum=1,
+    )
+    swap_blocks: int | None = option(None, "blocks of the CPU swap pool", minimum=0)
+    swap_memory: int | None = option(
+        None,
+        "bytes of the CPU swap pool; by default as much as the device pool",
+        parse=parse_bytes,
+        minimum=0,
+    )
+    memory_fraction: float = option(
+        0.9, "share of a GPU's memory that the worker may take", minimum=0.05, maximum=1.0
+    )
+    threads: int | None = option(None, "threads that compute; by default one per CPU", minimum=1)
+    log_level: str = option(
+        "info", "least severe log lines shown", choices=("debug", "info", "warning", "error")
+    )

@@ -1,0 +1,197 @@
+"""The worker's main thread: resets and plans in, results out."""
+
+import logging
+import time
+
+import zmq
+
+from octavo.dataplane.engine import Engine
+from octavo.dataplane.heartbeat import Progress
+from octavo.dataplane.links import Socket, send
+from octavo.dataplane.metrics import WorkerMetrics
+from octavo.dataplane.runner import Runner
+from octavo.dataplane.slots import PlanError, Slots
+from octavo.dataplane.stopping import StopSignal
+from octavo.kernels.table import Kernels
+from octavo.proto.plan import Fault, Plan, Result
+from octavo.proto.session import ModelInfo, Ready, Refused, Register, Reset, WorkerBye
+from octavo.proto.wire import ProtocolError, unpack
+
+log = logging.getLogger(__name__)
+
+MAX_SLOTS = 65_536
+
+
+class RefusedByControlPlane(Exception):  # noqa: N818 (an answer, not a fault)
+    """This worker cannot take part; the text says why."""
+
+
+class Epoch:
+    """What one reset set up: slots, and the number of the plan that comes next."""
+
+    def __init__(self, reset: Reset, engine: Engine, kernels: Kernels, vocab_size: int) -> None:
+        self.reset = reset
+        self.slots = Slots(reset.num_slots, reset.max_model_len, reset.block_size, vocab_size)
+        self.runner = Runner(engine, kernels, self.slots, reset.max_batched_tokens)
+        self.next_plan = 0
+        self.faulted = False  # nothing more is run or reported until the next reset
+
+
+class PlanLoop:
+    """Owns the data socket, the engine and the epoch."""
+
+    def __init__(
+        self,
+        data: Socket,
+        heart: Socket,
+        register: Register,
+        engine: Engine,
+        kernels: Kernels,
+        progress: Progress,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._data, self._heart, self._register = data, heart, register
+        self._engine, self._kernels = engine, kernels
+        self._progress, self._metrics = progress, metrics
+        self._epoch: Epoch | None = None
+        self._pool_shape: tuple[int, int, int] | None = None
+
+    def run(self, stop: StopSignal) -> None:
+        """Works until the stop signal, then says goodbye.
+
+        Raises:
+            RefusedByControlPlane: the control plane does not take this worker.
+            EngineError: the pools that a reset asks for cannot be made.
+        """
+        poller = zmq.Poller()
+        for readable in (self._data, self._heart, stop.descriptor):
+            poller.register(readable, zmq.POLLIN)
+        try:
+            while not stop.requested:
+                self._step(dict(poller.poll()), stop)
+        finally:
+            send(self._heart, WorkerBye(incarnation=self._register.incarnation).pack())
+
+    def _step(self, events: dict[object, int], stop: StopSignal) -> None:
+        if stop.descriptor in events:
+            stop.clear()
+        if self._heart in events:
+            self._on_heart(self._heart.recv(), stop)
+        elif self._data in events:
+            self._on_data(self._data.recv_multipart(), time.perf_counter())
+
+    # -- resets -----------------------------------------------------------------------------------
+
+    def _on_heart(self, frame: bytes, stop: StopSignal) -> None:
+        message = unpack(frame, Reset, Refused)
+        if isinstance(message, Refused):
+            raise RefusedByControlPlane(message.reason)
+        assert isinstance(message, Reset)
+        try:
+            check_reset(message, self._register.model)
+        except ProtocolError as error:
+            log.error("refused a reset: %s", error)
+            return
+        self._reset(message)
+        if self._connected(stop):
+            ready = Ready(incarnation=self._register.incarnation, epoch=message.epoch)
+            send(self._heart, ready.pack())
+
+    def _reset(self, reset: Reset) -> None:
+        self._epoch = None
+        shape = (reset.num_blocks, reset.block_size, reset.num_cpu_blocks)
+        if shape != self._pool_shape:
+            self._pool_shape = None
+            self._engine.make_pools(*shape)
+            self._pool_shape = shape
+        self._epoch = Epoch(reset, self._engine, self._kernels, self._register.model.vocab_size)
+        self._progress.done = (reset.epoch, 0)
+        self._metrics.set_pools(reset.num_blocks, reset.num_cpu_blocks)
+        self._metrics.live_slots.set(0)
+        log.info(
+            "joined epoch %d as rank %d of %d: %d blocks of %d tokens, %d swap blocks, %d slots",
+            reset.epoch,
+            reset.rank,
+            reset.gang_size,
+            reset.num_blocks,
+            reset.block_size,
+            reset.num_cpu_blocks,
+            reset.num_slots,
+        )
+
+    def _connected(self, stop: StopSignal) -> bool:
+        """Waits until plans can arrive; False when a newer message or the stop signal comes first.
+
+        After a restart of the control plane the control socket may be back before the data socket.
+        """
+        poller = zmq.Poller()
+        poller.register(self._data, zmq.POLLOUT)
+        poller.register(self._heart, zmq.POLLIN)
+        poller.register(stop.descriptor, zmq.POLLIN)
+        events = dict(poller.poll())
+        return self._data in events and self._heart not in events
+
+    # -- plans ------------------------------------------------------------------------------------
+
+    def _on_data(self, frames: list[bytes], arrived: float) -> None:
+        try:
+            if len(frames) != 1:
+                raise ProtocolError(f"frame: a message of {len(frames)} parts")
+            plan = Plan.unpack(frames[0])
+        except ProtocolError as error:
+            self._metrics.refused_frames.inc()
+            log.warning("refused a frame on the data socket: %s", error)
+            return
+        epoch = self._epoch
+        if epoch is None or plan.epoch != epoch.reset.epoch:
+            self._metrics.stale_plans.inc()
+            return
+        if not epoch.faulted:
+            self._run_plan(epoch, plan, arrived)
+
+    def _run_plan(self, epoch: Epoch, plan: Plan, arrived: float) -> None:
+        answer = self._answer(epoch, plan)
+        if isinstance(answer, Result):
+            epoch.next_plan += 1
+            answer.timings.total = time.perf_counter() - arrived
+            self._progress.done = (plan.epoch, epoch.next_plan)
+            self._metrics.count_plan(plan, answer.timings)
+            self._metrics.live_slots.set(int(epoch.slots.live.sum()))
+        else:
+            epoch.faulted = True
+            self._metrics.faults.inc()
+            log.error("plan %d of epoch %d: %s", plan.number, plan.epoch, answer.reason)
+        if not send(self._data, answer.pack()):
+            log.warning("plan %d: its result was dropped, there is no connection", plan.number)
+
+    def _answer(self, epoch: Epoch, plan: Plan) -> Result | Fault:
+        reset = epoch.reset
+        try:
+            if plan.number != epoch.next_plan:
+                raise PlanError(f"its number is wrong: {epoch.next_plan} comes next")
+            plan.validate(reset.num_slots, reset.num_blocks, reset.num_cpu_blocks)
+            return epoch.runner.run(plan, reset.rank)
+        except (PlanError, ProtocolError) as error:
+            reason = str(error)
+        except Exception as error:  # whatever it is, the gang must hear of it
+            log.exception("plan %d of epoch %d failed", plan.number, plan.epoch)
+            reason = f"{type(error).__name__} while running; see this worker's log"
+        return Fault(epoch=plan.epoch, number=plan.number, rank=reset.rank, reason=reason[:4096])
+
+
+def check_reset(reset: Reset, model: ModelInfo) -> None:
+    """Raises ProtocolError for sizes that make no sense."""
+    for name, low, high in (
+        ("block_size", 1, 1 << 16),
+        ("num_slots", 1, MAX_SLOTS),
+        ("max_batched_tokens", 1, 1 << 24),
+        ("max_model_len", 1, model.max_model_len),
+        ("num_blocks", 1, 1 << 31),
+        ("num_cpu_blocks", 0, 1 << 31),
+    ):
+        if not low <= getattr(reset, name) <= high:
+            raise ProtocolError(f"reset.{name}: not in [{low}, {high}]")
+    if reset.num_blocks * reset.block_size >= 1 << 31:
+        raise ProtocolError("reset.num_blocks: more than 2^31 tokens")
+    if reset.gang_size != 1 or reset.rank != 0:
+        raise ProtocolError("reset.gang_size: this worker runs alone, as rank 0 of 1")

@@ -1,0 +1,174 @@
+"""Runs plans: apply the changes, compute the rows, draw the tokens, answer."""
+
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.dataplane.batching import Rows, batch_of, rows_of
+from octavo.dataplane.engine import Engine
+from octavo.dataplane.sampler import draw, score
+from octavo.dataplane.slots import Ints, PlanError, Slots
+from octavo.kernels.table import Kernels
+from octavo.proto.plan import Plan, PromptLogprobs, Result, Timings
+from octavo.proto.wire import float32s, int32s
+
+# Logits of prompt tokens are taken this many rows at a time, so that a long prompt's do not all lie
+# in memory at once (a row of 50,000 tokens is 200 kB).
+SCORE_ROWS = 64
+
+
+@dataclass(frozen=True)
+class ScoreRange:
+    """Prompt tokens first .. last of a chunk's slot whose log-probabilities are wanted."""
+
+    chunk: int
+    slot: int
+    first: int  # position of the first token; the logits one position before it are about it
+    last: int  # half-open
+    token: int  # index in the batch of the token at position first - 1
+
+
+class Runner:
+    """Owns the slots of one epoch; the engine owns the pools."""
+
+    def __init__(self, engine: Engine, kernels: Kernels, slots: Slots, max_batched_tokens: int) -> None:
+        self._engine, self._kernels = engine, kernels
+        self._slots, self._max_batched_tokens = slots, max_batched_tokens
+
+    def run(self, plan: Plan, rank: int) -> Result:
+        """Runs one plan. Raises PlanError when it does not fit the slots."""
+        timings = Timings()
+        with _timed(timings, "apply"):
+            self._apply(plan)
+            rows = rows_of(plan, self._slots, self._max_batched_tokens)
+            drawn, draw_rows = self._draws(plan, rows)
+            ranges = self._score_ranges(plan, rows)
+        with _timed(timings, "forward"):
+            hidden = self._forward(rows, draw_rows, ranges)
+        with _timed(timings, "sample"):
+            result = self._sample(plan, hidden, drawn, ranges)
+        result.rank, result.timings = rank, timings
+        return result
+
+    # -- apply ----------------------------------------------------------------------------------
+
+    def _apply(self, plan: Plan) -> None:
+        """The changes, in the order in which `Plan` declares them."""
+        if len(plan.swap_out):
+            self._engine.swap_out(plan.swap_out)
+        if len(plan.swap_in):
+            self._engine.swap_in(plan.swap_in)
+        if len(plan.copies):
+            self._engine.copy_blocks(plan.copies)
+        self._slots.free(plan.free_slots)
+        for admit in plan.admits:
+            self._slots.admit(admit)
+        for parent, child, sample in plan.forks.reshape(-1, 3).tolist():
+            self._slots.fork(parent, child, sample)
+        entries = (plan.table_slots, plan.table_indices, plan.table_blocks)
+        for slot, index, block in zip(*(part.tolist() for part in entries), strict=True):
+            self._slots.set_block(slot, index, block)
+
+    # -- execute --------------------------------------------------------------------------------
+
+    def _draws(self, plan: Plan, rows: Rows) -> tuple[Ints, Ints]:
+        """The slots to draw for, and the row whose last position each draw is from."""
+        drawn = np.concatenate((plan.decode_slots, plan.draw_slots))
+        if len(np.unique(drawn)) != len(drawn):
+            raise PlanError("draws: a slot occurs twice")
+        draw_rows = np.concatenate(
+            (np.arange(len(plan.decode_slots), dtype=np.int32), rows.num_decodes + plan.draw_chunks)
+        )
+        ready = self._slots.live[drawn] & (self._slots.lengths[drawn] == rows.ends[draw_rows])
+        if not ready.all():
+            raise PlanError(
+                f"draws: the chunk of slot {int(drawn[np.argmin(ready)])} ends before its tokens"
+            )
+        return drawn, draw_rows
+
+    def _forward(self, rows: Rows, draw_rows: Ints, ranges: list[ScoreRange]) -> Tensor:
+        """Final hidden states for the draws, then for the scored prompt tokens."""
+        scored = [np.arange(r.token, r.token + r.last - r.first, dtype=np.int32) for r in ranges]
+        logit_tokens = np.concatenate((rows.last_tokens()[draw_rows], *scored))
+        if not len(rows.slots):
+            return torch.empty(0)
+        return self._engine.forward(batch_of(rows, self._slots, logit_tokens))
+
+    def _sample(self, plan: Plan, hidden: Tensor, drawn: Ints, ranges: list[ScoreRange]) -> Result:
+        result = Result(epoch=plan.epoch, number=plan.number, rank=0)
+        if len(drawn):
+            draws = draw(self._engine.logits(hidden[: len(drawn)]), self._slots, drawn, self._kernels)
+            result.tokens, result.draw_logprobs = draws.tokens, draws.logprobs
+        result.digest = zlib.crc32(result.tokens.tobytes())
+        result.prompt_logprobs = self._score(hidden[len(drawn) :], ranges)
+        self._advance(plan)
+        self._slots.append(drawn, result.tokens)
+        return result
+
+    def _advance(self, plan: Plan) -> None:
+        """Counts what the rows computed; a child forked from a chunk's slot shares its blocks."""
+        computed = self._slots.computed
+        computed[plan.decode_slots] += 1
+        computed[plan.chunk_slots] += plan.chunk_lengths
+        advanced = set(plan.chunk_slots.tolist())
+        for parent, child, _ in plan.forks.reshape(-1, 3).tolist():
+            if parent in advanced and child not in advanced:
+                computed[child] = computed[parent]
+                advanced.add(child)
+
+    # -- prompt log-probabilities -----------------------------------------------------------------
+
+    def _score_ranges(self, plan: Plan, rows: Rows) -> list[ScoreRange]:
+        slots = self._slots
+        ranges = []
+        for chunk, slot in enumerate(plan.chunk_slots.tolist()):
+            if slots.sampling(slot).prompt_logprobs is None:
+                continue
+            row = rows.chunk(chunk)
+            start, end = int(rows.starts[row]), int(rows.ends[row])
+            first = max(1, int(slots.prompt_logprobs_from[slot]), start + 1)
+            last = min(int(slots.prompt_lens[slot]), end + 1)
+            if first < last:
+                token = int(rows.query_begins[row]) + first - 1 - start
+                ranges.append(ScoreRange(chunk, slot, first, last, token))
+        return ranges
+
+    def _score(self, hidden: Tensor, ranges: list[ScoreRange]) -> list[PromptLogprobs]:
+        answers, begin = [], 0
+        for wanted in ranges:
+            end = begin + wanted.last - wanted.first
+            answers.append(self._score_range(hidden[begin:end], wanted))
+            begin = end
+        return answers
+
+    def _score_range(self, hidden: Tensor, wanted: ScoreRange) -> PromptLogprobs:
+        k = self._slots.sampling(wanted.slot).prompt_logprobs or 0
+        targets = self._slots.tokens[wanted.slot, wanted.first : wanted.last]
+        parts = []
+        for begin in range(0, len(targets), SCORE_ROWS):
+            logits = self._engine.logits(hidden[begin : begin + SCORE_ROWS])
+            k = min(k, logits.shape[1])
+            tokens = torch.from_numpy(targets[begin : begin + SCORE_ROWS]).to(logits.device)
+            parts.append(score(logits, tokens, k, self._kernels))
+        own, ids, best = (np.concatenate(values) for values in zip(*parts, strict=True))
+        return PromptLogprobs(
+            chunk=wanted.chunk,
+            start=wanted.first,
+            logprobs=float32s(own),
+            top_count=k,
+            top_ids=int32s(ids),
+            top_logprobs=float32s(best),
+        )
+
+
+@contextmanager
+def _timed(timings: Timings, phase: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    setattr(timings, phase, time.perf_counter() - begin)

@@ -1,0 +1,147 @@
+"""The gateway's process: gRPC and HTTP in front, the link to the control plane behind."""
+
+import asyncio
+import logging
+import signal
+import socket
+
+import uvloop
+
+from octavo.common.modelfiles import ModelError, ModelFiles, open_model
+from octavo.frontend.chat import open_chat_template
+from octavo.frontend.generation import Generator
+from octavo.frontend.grpc_api import GrpcApi
+from octavo.frontend.http_api import HttpApi, HttpServer, bind
+from octavo.frontend.link import Link, LinkRefusedError
+from octavo.frontend.metrics import Metrics
+from octavo.frontend.options import GatewayOptions
+from octavo.frontend.tokenizer import open_tokenizer
+
+log = logging.getLogger("octavo.gateway")
+
+
+class PortTakenError(Exception):
+    """A port is not free; the text says which option chooses another."""
+
+
+class Gateway:
+    """Owner of the servers, the link, and of whether the gateway counts as ready."""
+
+    def __init__(self, options: GatewayOptions, model: ModelFiles) -> None:
+        self._options = options
+        self._changed = asyncio.Event()
+        self._changed.set()
+        self._draining = False
+        self._link = Link(
+            f"tcp://{options.controlplane_host}:{options.gateway_port}",
+            model.digest,
+            model.config["vocab_size"],
+            options.max_live_requests,
+            self._changed.set,
+        )
+        self._metrics = Metrics()
+        self._generator = Generator(
+            model,
+            open_tokenizer(model),
+            open_chat_template(model),
+            self._link,
+            self._metrics,
+            options.max_live_requests,
+            options.tokenizer_threads,
+        )
+        self._grpc = GrpcApi(self._generator)
+        self._http = HttpServer(HttpApi(self._generator, self._is_ready).app, options.drain_timeout)
+        self._add_gauges()
+
+    async def run(self, http_socket: socket.socket, stop: asyncio.Event) -> None:
+        """Serves until `stop` is set, then lets running requests finish.
+
+        Raises:
+            PortTakenError: the gRPC port is taken.
+            LinkRefusedError: the control plane does not want this gateway.
+        """
+        options = self._options
+        try:
+            await self._grpc.start(options.grpc_host, options.grpc_port)
+        except OSError as error:
+            raise _port_taken("gRPC", options.grpc_host, options.grpc_port, "--grpc-port") from error
+        link = asyncio.ensure_future(self._link.run())
+        http = asyncio.ensure_future(self._http.serve([http_socket]))
+        health = asyncio.ensure_future(self._report_health())
+        waiting = asyncio.ensure_future(stop.wait())
+        log.info(
+            "serving gRPC on %s:%d and HTTP on %s:%d",
+            *(options.grpc_host, options.grpc_port, options.http_host, options.http_port),
+        )
+        try:
+            done, _ = await asyncio.wait(
+                (link, http, health, waiting), return_when=asyncio.FIRST_COMPLETED
+            )
+            await self._drain(http, grace=0.0 if link in done else options.drain_timeout)
+            for task in done:
+                task.result()
+        finally:
+            for task in (link, health, waiting):
+                task.cancel()
+            await asyncio.gather(link, health, waiting, return_exceptions=True)
+            self._generator.close()
+
+    def _is_ready(self) -> bool:
+        return self._link.ready and not self._draining
+
+    async def _report_health(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._grpc.set_serving(self._is_ready())
+
+    async def _drain(self, http: asyncio.Future[None], grace: float) -> None:
+        """No new requests; running ones get `grace` seconds."""
+        self._draining = True
+        await self._grpc.set_serving(False)
+        if self._link.live_count:
+            log.info("stopping: %d requests may finish within %g s", self._link.live_count, grace)
+        self._http.should_exit = True
+        self._http.force_exit = grace == 0
+        await asyncio.gather(self._grpc.stop(grace), http)
+
+    def _add_gauges(self) -> None:
+        link, gauge = self._link, self._metrics.gauge
+        gauge("octavo_ready", "1 while the service can serve", lambda: self._is_ready())
+        gauge(
+            "octavo_resubmitted_requests", "Requests that had to be sent again", lambda: link.attempts
+        )
+        gauge("octavo_refused_messages", "Malformed messages", lambda: link.malformed)
+
+
+def _port_taken(what: str, host: str, port: int, flag: str) -> PortTakenError:
+    return PortTakenError(f"{what} port {port} on {host} is taken: choose another with {flag}")
+
+
+async def _serve(options: GatewayOptions) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        http_socket = bind(options.http_host, options.http_port)
+    except OSError as error:
+        taken = _port_taken("HTTP", options.http_host, options.http_port, "--http-port")
+        raise taken from error
+    with http_socket:
+        model = open_model(options.model, options.served_model_name)
+        await Gateway(options, model).run(http_socket, stop)
+
+
+def main(options: GatewayOptions) -> int:
+    """Runs the gateway until SIGTERM or SIGINT. Returns the exit status."""
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(options))
+    except (ModelError, PortTakenError) as error:
+        log.error("%s", error)
+        return 1
+    except LinkRefusedError as error:
+        log.error("the control plane refused this gateway: %s", error)
+        return 1
+    return 0

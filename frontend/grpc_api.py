@@ -1,0 +1,191 @@
+"""The service `octavo.v1.Generation` on grpc.aio, with health and reflection beside it."""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import time
+import typing
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from octavo.frontend.errors import RequestError, not_offered
+from octavo.frontend.generation import Generator
+from octavo.frontend.grpc_messages import Writer, read_chat, read_request, server_info
+from octavo.frontend.sample import Delta
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import generation_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
+MAX_RECEIVE_BYTES = 16 << 20
+MAX_SEND_BYTES = 64 << 20
+RETRY_AFTER_MS = 1000
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+    ("grpc.max_send_message_length", MAX_SEND_BYTES),
+    ("grpc.so_reuseport", 0),  # a taken port is an error, not a second server
+    # A client whose machine has vanished is noticed within a minute.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+]
+
+
+class GrpcApi:
+    """Owner of the gRPC server."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._register(_Servicer(generator))
+
+    @typing.no_type_check  # generated code and gRPC's companions have no types
+    def _register(self, servicer: "_Servicer") -> None:
+        generation_pb2_grpc.add_GenerationServicer_to_server(servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, host: str, port: int) -> None:
+        """Serves until stopped, NOT_SERVING at first. Raises OSError when the port is taken."""
+        await self.set_serving(False)
+        try:
+            self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot bind {host}:{port}") from error
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks answer from now on."""
+        statuses = health_pb2.HealthCheckResponse
+        status = statuses.SERVING if serving else statuses.NOT_SERVING
+        for service in ("", SERVICE):
+            await self._health.set(service, status)
+
+    async def stop(self, grace: float) -> None:
+        """Takes no new calls; running ones get `grace` seconds."""
+        await self._server.stop(grace)
+
+
+class _Servicer(generation_pb2_grpc.GenerationServicer):
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._created = int(time.time())
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # noqa: N802
+        async with _call(context):
+            self._check_model(request.model)
+            with await self._generator.open([read_request(request)]) as batch:
+                stream = batch.streams[0]
+                writer = Writer(stream, self._generator.tokenizer)
+                async for _, deltas in batch.deltas():
+                    for i, delta in enumerate(deltas, start=1):
+                        is_last = stream.drained and i == len(deltas)
+                        await context.write(writer.message(delta, is_last))
+
+    async def GenerateUnary(  # noqa: N802
+        self, request: pb.GenerateRequest, context: Any
+    ) -> pb.GenerateReply:
+        async with _call(context):
+            self._check_model(request.model)
+            with await self._generator.open([read_request(request)]) as batch:
+                deltas: list[Delta] = []
+                async for _, news in batch.deltas():
+                    deltas += news
+                return Writer(batch.streams[0], self._generator.tokenizer).reply(deltas)
+
+    async def Tokenize(  # noqa: N802
+        self, request: pb.TokenizeRequest, context: Any
+    ) -> pb.TokenizeReply:
+        async with _call(context):
+            if request.WhichOneof("input") == "chat":
+                ids = await self._generator.tokenize(read_chat(request.chat))
+            else:
+                special = not request.HasField("add_special_tokens") or request.add_special_tokens
+                ids = await self._generator.tokenize(request.text, special)
+            return pb.TokenizeReply(token_ids=ids)
+
+    async def Detokenize(  # noqa: N802
+        self, request: pb.DetokenizeRequest, context: Any
+    ) -> pb.DetokenizeReply:
+        async with _call(context):
+            ids = list(request.token_ids)
+            text = await self._generator.detokenize(ids, request.skip_special_tokens)
+            return pb.DetokenizeReply(text=text)
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: pb.GetModelInfoRequest, context: Any
+    ) -> pb.GetModelInfoReply:
+        async with _call(context):
+            model, limits = self._generator.model, self._generator.limits()
+            return pb.GetModelInfoReply(
+                name=model.name,
+                family=model.config["model_type"],
+                max_model_len=limits.max_model_len,
+                vocab_size=limits.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+                has_chat_template=self._generator.template is not None,
+                digest=model.digest,
+                created=self._created,
+            )
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: Any
+    ) -> pb.GetServerInfoReply:
+        async with _call(context):
+            link = self._generator.link
+            version = importlib.metadata.version("octavo")
+            return server_info(await link.info(), version, link.incarnation)
+
+    async def RegisterPrefix(self, request: pb.RegisterPrefixRequest, context: Any) -> None:  # noqa: N802
+        await self._refuse_prefixes(context)
+
+    async def UnregisterPrefix(  # noqa: N802
+        self, request: pb.UnregisterPrefixRequest, context: Any
+    ) -> None:
+        await self._refuse_prefixes(context)
+
+    async def ListPrefixes(self, request: pb.ListPrefixesRequest, context: Any) -> None:  # noqa: N802
+        await self._refuse_prefixes(context)
+
+    async def _refuse_prefixes(self, context: Any) -> None:
+        async with _call(context):
+            raise not_offered("name", "registering prefixes")
+
+    def _check_model(self, name: str) -> None:
+        if name and name != self._generator.model.name:
+            raise RequestError(
+                "NOT_FOUND",
+                f"model {name!r:.200} is not served here; {self._generator.model.name!r} is",
+                "model",
+            )
+
+
+@contextlib.asynccontextmanager
+async def _call(context: Any) -> AsyncIterator[None]:
+    """Ends the call with the right status: on our errors, at its deadline, on faults of ours."""
+    try:
+        async with asyncio.timeout(context.time_remaining()):
+            yield
+    except RequestError as error:
+        await context.abort(grpc.StatusCode[error.code], error.message, _trailers(error))
+    except TimeoutError:
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline has passed")
+    except Exception:
+        log.exception("a call failed")
+        await context.abort(grpc.StatusCode.INTERNAL, "the gateway failed this request")
+
+
+def _trailers(error: RequestError) -> tuple[tuple[str, str], ...]:
+    """gRPC's own hint of when to retry."""
+    if error.code not in ("RESOURCE_EXHAUSTED", "UNAVAILABLE"):
+        return ()
+    return (("grpc-retry-pushback-ms", str(RETRY_AFTER_MS)),)

@@ -1,0 +1,86 @@
+"""An HTTP answer that stops being computed when its client is gone."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.frontend.errors import RequestError
+from octavo.frontend.openai_format import error_body
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER = b"1"  # seconds
+
+
+class Reply:
+    """What an answer is written with: either one JSON body or a stream of events."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._started = False
+
+    async def body(self, status: int, body: dict[str, Any]) -> None:
+        """The whole answer."""
+        data = json.dumps(body, ensure_ascii=False).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+        if status in (429, 503):
+            headers.append((b"retry-after", RETRY_AFTER))
+        self._started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def events(self, data: bytes, more: bool = True) -> None:
+        """Server-sent events; returns when the client takes them, so a slow one waits alone."""
+        if not self._started:
+            self._started = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+            ]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def error(self, error: RequestError) -> None:
+        """The error as a status, or as an event where the stream has begun."""
+        if not self._started:
+            await self.body(error.http_status, error_body(error))
+        else:
+            event = b"data: " + json.dumps(error_body(error)).encode() + b"\n\n"
+            await self.events(event, more=False)
+
+
+class WatchedResponse(Response):
+    """Runs `work` and cancels it as soon as the client disconnects."""
+
+    def __init__(self, work: Callable[[Reply], Awaitable[None]]) -> None:
+        super().__init__()
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._run(Reply(send)))
+        watch = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, watch):
+                task.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+
+    async def _run(self, reply: Reply) -> None:
+        try:
+            await self._work(reply)
+        except RequestError as error:
+            await reply.error(error)
+        except Exception:
+            log.exception("a request failed")
+            await reply.error(RequestError("INTERNAL", "the gateway failed this request"))
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,330 @@
+"""The gateway's side of its session with the control plane.
+
+One DEALER socket carries everything. The link says hello until it is welcomed, beats every second,
+and keeps every live request so that a control plane that has lost it gets it again: as a new attempt
+that carries what the samples have produced. Sends never wait: while there is no connection nothing is
+queued in the socket, because the welcome that follows brings everything up to date.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from octavo.frontend.errors import RequestError
+from octavo.frontend.inbox import deliver
+from octavo.frontend.live import LiveRequest
+from octavo.proto.session import (
+    BeatAnswer,
+    Cancel,
+    Failure,
+    GatewayBeat,
+    Hello,
+    Info,
+    InfoQuery,
+    Refused,
+    Tokens,
+    Welcome,
+    gateway_identity,
+)
+from octavo.proto.wire import MAX_FRAME_BYTES, Message, ProtocolError, int32s, unpack
+
+log = logging.getLogger(__name__)
+
+BEAT_INTERVAL = 1.0  # seconds
+MAX_UNANSWERED_BEATS = 5  # after so many the control plane counts as gone
+INFO_TIMEOUT = 5.0  # seconds
+MAX_INFO_QUERIES = 256
+_WAITING_LOG_BEATS = 5
+
+
+class LinkRefusedError(Exception):
+    """The control plane does not want this gateway; the text says why."""
+
+
+class Link:
+    """Owner of the socket, of the set of live requests and of what is known of the control plane."""
+
+    def __init__(
+        self,
+        address: str,
+        model_digest: str,
+        vocab_size: int,
+        max_live: int,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            address: of the control plane's gateway port, ``tcp://host:port``.
+            model_digest: of the model whose tokens this gateway reads.
+            vocab_size: token ids are below it.
+            max_live: sizes the socket's queues.
+            on_change: called whenever `ready` or the limits may have changed.
+        """
+        self.incarnation = secrets.randbits(63)
+        self.welcome: Welcome | None = None
+        self.malformed = 0  # frames that were refused
+        self.attempts = 0  # requests that had to be submitted again
+        self._address = address
+        self._digest = model_digest
+        self._vocab_size = vocab_size
+        self._on_change = on_change
+        self._live: dict[int, LiveRequest] = {}
+        self._numbers = itertools.count(1)
+        self._newest = 0
+        self._joined = False  # welcomed by `welcome.controlplane`, and nothing lost since
+        self._unanswered = 0  # beats and hellos since the last sign of life
+        self._queries: dict[int, asyncio.Future[Info]] = {}
+        self._query_numbers = itertools.count(1)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._make_socket(max_live)
+
+    def _make_socket(self, max_live: int) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.ROUTING_ID, gateway_identity(self.incarnation))
+        socket.set(zmq.LINGER, 1000)
+        socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.set(zmq.SNDHWM, 4 * max_live + 1000)
+        socket.set(zmq.RCVHWM, 10_000)
+        socket.set(zmq.IMMEDIATE, 1)
+        socket.set(zmq.RECONNECT_IVL, 100)
+        socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        return socket
+
+    # -- what the rest of the gateway asks for -------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether the control plane is there and says that it can serve."""
+        return self._joined and self.welcome is not None and self.welcome.ready
+
+    @property
+    def controlplane(self) -> int:
+        """Its incarnation, 0 while there was none yet."""
+        return self.welcome.controlplane if self.welcome else 0
+
+    @property
+    def live_count(self) -> int:
+        return len(self._live)
+
+    def open(self, request: LiveRequest) -> None:
+        """Takes a request on. It goes out now, or as soon as there is a control plane."""
+        request.number = self._newest = next(self._numbers)
+        self._live[request.number] = request
+        if self._joined:
+            self._submit(request)
+
+    def finish_sample(self, request: LiveRequest, sample: int, reason: str) -> None:
+        """The gateway itself ends a sample, for instance at a stop string."""
+        if request.samples[sample].finish:
+            return
+        request.samples[sample].finish = reason
+        if request.done:
+            self.close(request)
+        elif request.sent:
+            self._send(self._cancel(request, [sample]))
+
+    def close(self, request: LiveRequest) -> None:
+        """Nobody wants the rest of this request. May be called at any time and again."""
+        if self._live.pop(request.number, None) is not None and request.sent:
+            self._send(self._cancel(request, []))
+
+    async def info(self) -> Info:
+        """The state of the service. Raises RequestError UNAVAILABLE when nothing answers."""
+        if not self._joined or len(self._queries) >= MAX_INFO_QUERIES:
+            raise RequestError("UNAVAILABLE", "the control plane does not answer now; retry")
+        number = next(self._query_numbers)
+        future = self._queries[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(InfoQuery(query=number))
+            return await asyncio.wait_for(future, INFO_TIMEOUT)
+        except TimeoutError as error:
+            raise RequestError("UNAVAILABLE", "the control plane does not answer; retry") from error
+        finally:
+            del self._queries[number]
+
+    # -- the session ------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keeps the session until cancelled. Raises LinkRefusedError."""
+        self._socket.connect(self._address)
+        try:
+            with self._monitored() as monitor:
+                await _first_end(self._receive(), self._beat(), self._watch(monitor))
+        finally:
+            self._socket.close()
+            self._context.term()
+
+    @contextlib.contextmanager
+    def _monitored(self) -> Iterator[Any]:
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            yield monitor
+        finally:
+            self._socket.disable_monitor()
+
+    async def _watch(self, monitor: Any) -> None:
+        """What was in flight when a connection broke is lost, so the session starts again."""
+        while True:
+            await recv_monitor_message(monitor)
+            log.warning("the connection to the control plane at %s broke", self._address)
+            self._leave()
+
+    async def _receive(self) -> None:
+        while True:
+            frame = await self._socket.recv()
+            try:
+                self._dispatch(frame)
+            except ProtocolError as error:
+                self.malformed += 1
+                log.error("refused a message of the control plane: %s", error)
+
+    async def _beat(self) -> None:
+        while True:
+            self._judge_silence()
+            if self._joined:
+                self._submit_unsent()
+                self._send(self._make_beat())
+            else:
+                self._send(Hello(incarnation=self.incarnation, model_digest=self._digest))
+            self._unanswered += 1
+            await asyncio.sleep(BEAT_INTERVAL)
+
+    def _judge_silence(self) -> None:
+        """Counts own beats instead of time: a judge who slept has not sent any."""
+        if self._unanswered >= MAX_UNANSWERED_BEATS and self._joined:
+            log.error("the control plane at %s is silent", self._address)
+            self._leave()
+        if not self._joined and self._unanswered % _WAITING_LOG_BEATS == 1:
+            log.info("waiting for the control plane at %s", self._address)
+
+    def _make_beat(self) -> GatewayBeat:
+        sent = [request for request in self._live.values() if request.sent]
+        return GatewayBeat(
+            gateway=self.incarnation,
+            newest=self._newest,
+            requests=int32s([request.number for request in sent]),
+            attempts=int32s([request.attempt for request in sent]),
+            offsets=int32s([request.received for request in sent]),
+        )
+
+    def _dispatch(self, frame: bytes) -> None:
+        message: Message = unpack(frame, Tokens, BeatAnswer, Failure, Welcome, Info, Refused)
+        self._unanswered = 0
+        match message:
+            case Tokens():
+                self._on_tokens(message)
+            case BeatAnswer():
+                self._on_beat_answer(message)
+            case Failure():
+                self._on_failure(message)
+            case Welcome():
+                self._on_welcome(message)
+            case Info():
+                self._on_info(message)
+            case Refused():
+                raise LinkRefusedError(message.reason)
+
+    def _on_tokens(self, message: Tokens) -> None:
+        if message.controlplane != self.controlplane:
+            return
+        gaps = deliver(message, self._live, self._vocab_size)
+        for finish in message.finishes:
+            request = self._live.get(finish.request)
+            if request and request.done:
+                del self._live[finish.request]
+        for request in gaps:
+            if request.number in self._live:
+                self._submit_again(request)
+
+    def _on_beat_answer(self, message: BeatAnswer) -> None:
+        if not message.known or message.controlplane != self.controlplane:
+            self._leave()
+            self._send(Hello(incarnation=self.incarnation, model_digest=self._digest))
+            return
+        missing = zip(message.missing.tolist(), message.missing_attempts.tolist(), strict=False)
+        for number, attempt in missing:
+            request = self._live.get(number)
+            if request and request.attempt == attempt:
+                self._submit_again(request)
+
+    def _on_failure(self, message: Failure) -> None:
+        request = self._live.get(message.request)
+        if message.controlplane != self.controlplane or request is None:
+            return
+        if request.attempt == message.attempt:
+            del self._live[message.request]
+            request.listener.on_failure(RequestError(message.code, message.reason))
+
+    def _on_welcome(self, message: Welcome) -> None:
+        again = not self._joined or message.controlplane != self.controlplane
+        self.welcome, self._joined = message, True
+        if again:
+            log.info("joined control plane %x at %s", message.controlplane, self._address)
+            for request in list(self._live.values()):
+                self._submit_again(request)
+        self._on_change()
+
+    def _on_info(self, message: Info) -> None:
+        future = self._queries.get(message.query)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _leave(self) -> None:
+        """From here on the control plane is not trusted to know anything, until its next welcome."""
+        self._joined = False
+        self._on_change()
+
+    # -- sending ------------------------------------------------------------------------------------
+
+    def _submit_unsent(self) -> None:
+        for request in list(self._live.values()):
+            if not request.sent:
+                self._submit(request)
+
+    def _submit_again(self, request: LiveRequest) -> None:
+        self.attempts += request.sent
+        request.next_attempt()
+        if request.done:
+            self._live.pop(request.number, None)
+        else:
+            self._submit(request)
+
+    def _submit(self, request: LiveRequest) -> None:
+        request.sent = self._send(request.submit(self.incarnation))
+
+    def _cancel(self, request: LiveRequest, samples: list[int]) -> Cancel:
+        return Cancel(
+            gateway=self.incarnation,
+            request=request.number,
+            attempt=request.attempt,
+            samples=int32s(samples),
+        )
+
+    def _send(self, message: Message) -> bool:
+        """Whether the message went out; if not, the beats set things right later."""
+        future: Any = self._socket.send(message.pack(), zmq.DONTWAIT)  # done already
+        error = future.exception()
+        if error is not None and not isinstance(error, zmq.Again):
+            raise error
+        return error is None
+
+
+async def _first_end(*coroutines: Any) -> None:
+    """Runs all until one ends, with its error if it has one; the others are cancelled."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,43 @@
+"""Options of the gateway process."""
+
+from dataclasses import dataclass
+
+from octavo.common.options import option
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class GatewayOptions:
+    """What `octavo gateway` can be told."""
+
+    model: str = option("demo", "`demo`, a folder of safetensors, a .gguf file, or a hub id")
+    served_model_name: str | None = option(None, "what clients call the model")
+    controlplane_host: str = option("127.0.0.1", "where the control plane runs")
+    gateway_port: int = option(7461, "the control plane's port for gateways", minimum=1, maximum=65535)
+    grpc_host: str = option("127.0.0.1", "address to serve gRPC on")
+    grpc_port: int = option(50051, "port to serve gRPC on", minimum=1, maximum=65535)
+    http_host: str = option("127.0.0.1", "address to serve HTTP on")
+    http_port: int = option(8000, "port to serve HTTP on", minimum=1, maximum=65535)
+    max_live_requests: int = option(
+        2048, "requests beyond this many at once are refused", minimum=1, maximum=1 << 20
+    )
+    tokenizer_threads: int = option(
+        2, "threads that tokenize prompts beside the event loop", minimum=1, maximum=64
+    )
+    drain_timeout: float = option(
+        10.0, "seconds that running requests get to finish when the gateway is stopped", minimum=0
+    )
+    log_level: str = option("info", "least serious log lines to print", choices=LOG_LEVELS)
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """Where the client commands find a gateway."""
+
+    grpc_host: str = option("127.0.0.1", "address of the gateway")
+    grpc_port: int = option(50051, "gRPC port of the gateway", minimum=1, maximum=65535)
+
+    @property
+    def target(self) -> str:
+        return f"{self.grpc_host}:{self.grpc_port}"

@@ -1,0 +1,53 @@
+"""What a client asks for, whichever API it came through, before anything is checked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """Messages for the model's chat template, each with `role` and `content`."""
+
+    messages: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class SamplingRequest:
+    """How to choose tokens; see SamplingParams in generation.proto for what each field takes."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: the gateway draws one
+    max_tokens: int | None = None  # None: what the context has room for
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    n: int = 1
+    best_of: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    use_beam_search: bool = False
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """One prompt and how to go on from it."""
+
+    prompt: str | Sequence[int] | ChatPrompt
+    sampling: SamplingRequest = field(default_factory=SamplingRequest)
+    echo: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    add_special_tokens: bool = True  # text prompts only
+    # The most tokens to generate where `max_tokens` is None and the context has room for more.
+    default_max_tokens: int | None = None

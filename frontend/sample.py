@@ -1,0 +1,138 @@
+"""The text side of one sample: tokens in, deltas out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from octavo.frontend.detokenizer import Detokenizer
+from octavo.frontend.live import Score
+from octavo.frontend.requests import SamplingRequest
+from octavo.frontend.stops import StopMatcher
+from octavo.frontend.tokenizer import Vocabulary
+
+
+@dataclass(slots=True)
+class TokenScore:
+    """A token's log-probability and where its text begins.
+
+    `logprob` is None for the first token of a prompt, which nothing predicts. `text_offset` counts
+    the characters before the token's text in the sample's text, an echoed prompt included.
+    """
+
+    token: int
+    logprob: float | None
+    top: Sequence[tuple[int, float]]
+    text_offset: int
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a sample has produced since its last delta."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    scores: list[TokenScore]
+    finish_reason: str = ""  # "stop" or "length", in the last delta of the sample
+    stop_reason: str | int | None = None  # the stop string or token id that ended it
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """How the tokens of a request's samples become text. Shared by its samples."""
+
+    vocabulary: Vocabulary
+    sampling: SamplingRequest
+    ending_ids: frozenset[int]  # tokens that end a sample, and are not part of its text
+    prompt: Sequence[int] = ()
+    echo: str = ""  # goes before the text of each sample
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What waits until somebody takes it. Bounded by the sample's own length."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+
+
+class SampleText:
+    """Decodes one sample's tokens, looks for its stop strings, and collects what is new."""
+
+    def __init__(self, index: int, rules: TextRules) -> None:
+        sampling = rules.sampling
+        self.index = index
+        self.count = 0  # tokens
+        self.finish_reason = ""
+        self._rules = rules
+        self._stop_reason: str | int | None = None
+        self._decoder = Detokenizer(rules.vocabulary, sampling.skip_special_tokens, rules.prompt)
+        self._matcher = StopMatcher(sampling.stop, sampling.include_stop)
+        self._pending = _Pending([rules.echo] if rules.echo else [])
+        self._chars = len(rules.echo)  # decoded, whether given out or held back
+        self._taken_last = False
+
+    def push(self, token: int, score: Score | None) -> bool:
+        """Takes the next token. True: it completed a stop string, and the sample is finished."""
+        self.count += 1
+        self._pending.token_ids.append(token)
+        if score is not None:
+            self._pending.scores.append(TokenScore(token, score.logprob, score.top, self._chars))
+        if token in self._rules.ending_ids:
+            self._stop_reason = token
+            if not self._rules.sampling.include_stop:
+                return False
+        return self._push_text(self._decoder.push(token))
+
+    def finish(self, reason: str) -> None:
+        """The sample has ended by its length or by an ending token."""
+        if self.finish_reason or self._push_text(self._decoder.flush()):
+            return
+        self._pending.text.append(self._matcher.flush())
+        self.finish_reason = reason
+
+    def take(self) -> Delta | None:
+        """All that is new since the last call; None if nothing is."""
+        pending = self._pending
+        if not (pending.token_ids or pending.text or (self.finish_reason and not self._taken_last)):
+            return None
+        self._pending = _Pending()
+        self._taken_last = bool(self.finish_reason)
+        text = "".join(pending.text)
+        delta = Delta(self.index, text, pending.token_ids, pending.scores)
+        if self._taken_last:
+            delta.finish_reason, delta.stop_reason = self.finish_reason, self._stop_reason
+        return delta
+
+    @property
+    def drained(self) -> bool:
+        """Whether the last delta has been taken."""
+        return self._taken_last
+
+    def _push_text(self, text: str) -> bool:
+        """True: a stop string is complete. None completes within the first `min_tokens` tokens."""
+        if not text:
+            return False
+        self._chars += len(text)
+        released = self._matcher.push(text, armed=self.count > self._rules.sampling.min_tokens)
+        if released:
+            self._pending.text.append(released)
+        if self._matcher.found is None:
+            return False
+        self.finish_reason, self._stop_reason = "stop", self._matcher.found
+        return True
+
+
+def echo_prompt(vocabulary: Vocabulary, prompt: Sequence[int], skipped: int) -> tuple[str, list[int]]:
+    """The text of an echoed prompt, and the text offset of each of its tokens.
+
+    The first `skipped` tokens were put there by the tokenizer and are not part of the text.
+    """
+    decoder = Detokenizer(vocabulary, skip_special_tokens=False)
+    parts: list[str] = []
+    offsets, chars = [0] * skipped, 0
+    for token in prompt[skipped:]:
+        offsets.append(chars)
+        parts.append(decoder.push(token))
+        chars += len(parts[-1])
+    return "".join([*parts, decoder.flush()]), offsets

@@ -1,0 +1,203 @@
+"""A request as its client sees it: deltas, prompt scores, usage, and its end."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from octavo.frontend.errors import RequestError
+from octavo.frontend.link import Link
+from octavo.frontend.live import LiveRequest, Score
+from octavo.frontend.metrics import Metrics
+from octavo.frontend.requests import GenerateCall
+from octavo.frontend.sample import Delta, SampleText, TextRules, TokenScore
+from octavo.proto.plan import Sampling
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a request: the prompt's once, the outputs' of all samples."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A call that is checked and tokenized."""
+
+    call: GenerateCall
+    prompt: Sequence[int]
+    max_tokens: int  # of each sample
+    sampling: Sampling
+    rules: TextRules
+    offsets: Sequence[int]  # of each prompt token's text in an echo; empty where nothing is echoed
+    arrival: float  # Unix seconds
+
+
+class Stream:
+    """One request as its client sees it. Listens to the link, gives out deltas, counts usage."""
+
+    def __init__(self, request: PreparedRequest, link: Link, metrics: Metrics) -> None:
+        call = request.call
+        self.prompt_ids = request.prompt
+        self.seed = request.sampling.seed
+        self.prompt_scores: list[TokenScore] = []  # complete before the first delta
+        self._live = _live_request(self, request)
+        self._link = link
+        self._metrics = metrics
+        self._samples = [SampleText(i, request.rules) for i in range(call.sampling.n)]
+        self._offsets = request.offsets
+        self._stop_token_ids = frozenset(call.sampling.stop_token_ids)
+        self._wants_scores = call.sampling.prompt_logprobs is not None
+        self._cached = 0
+        self._error: RequestError | None = None
+        self._wake: Callable[[], None] = lambda: None
+        self._born = time.monotonic()
+        self._first: float | None = None
+        self._ended = False
+        if self._wants_scores:
+            self.prompt_scores.append(TokenScore(self.prompt_ids[0], None, (), 0))
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Sends the request out; `wake` is called whenever there is something to take."""
+        self._wake = wake
+        if self._live.max_tokens == 0 and not self._wants_scores:
+            for i in range(len(self._samples)):  # there is nothing to compute
+                self.on_finish(i, "length", None)
+        else:
+            self._link.open(self._live)
+
+    def take(self) -> list[Delta]:
+        """What is new. Raises RequestError if the request failed."""
+        if self._error is not None:
+            raise self._error
+        if self._wants_scores and len(self.prompt_scores) < len(self.prompt_ids):
+            return []
+        return [delta for sample in self._samples if (delta := sample.take()) is not None]
+
+    @property
+    def drained(self) -> bool:
+        """Whether every sample's last delta has been taken."""
+        return all(sample.drained for sample in self._samples)
+
+    def is_stop_token(self, token: int) -> bool:
+        """Whether the client asked to stop at this token, as opposed to the model's EOS tokens."""
+        return token in self._stop_token_ids
+
+    def usage(self) -> Usage:
+        generated = sum(sample.count for sample in self._samples)
+        return Usage(len(self.prompt_ids), self._cached, generated)
+
+    def close(self) -> None:
+        """Nobody reads on: whatever still runs is cancelled at once. May be called again."""
+        self._link.close(self._live)
+        self._end("error" if self._error else "abort")
+
+    # -- what the link tells ----------------------------------------------------------------------
+
+    def on_token(self, sample: int, token: int, score: Score | None) -> None:
+        if self._first is None:
+            self._first = time.monotonic()
+            self._metrics.first_token(self._first - self._born)
+        if self._samples[sample].push(token, score):
+            self._link.finish_sample(self._live, sample, "stop")
+            self._end_if_finished()
+        self._wake()
+
+    def on_finish(self, sample: int, reason: str, stop_token: int | None) -> None:
+        self._samples[sample].finish(reason)
+        self._end_if_finished()
+        self._wake()
+
+    def on_prompt_scores(self, scores: Sequence[Score]) -> None:
+        begin = len(self.prompt_scores)
+        for i, score in enumerate(scores, start=begin):
+            token, offset = self.prompt_ids[i], self._offsets[i] if self._offsets else 0
+            self.prompt_scores.append(TokenScore(token, score.logprob, score.top, offset))
+        self._wake()
+
+    def on_started(self, cached_tokens: int) -> None:
+        self._cached = max(self._cached, cached_tokens)
+
+    def on_failure(self, error: RequestError) -> None:
+        self._error = error
+        self._end("error")
+        self._wake()
+
+    def _end_if_finished(self) -> None:
+        reasons = [sample.finish_reason for sample in self._samples]
+        if all(reasons):
+            self._end("stop" if "stop" in reasons else "length")
+
+    def _end(self, reason: str) -> None:
+        """Counts the request, once."""
+        if self._ended:
+            return
+        self._ended = True
+        now, usage = time.monotonic(), self.usage()
+        longest = max(sample.count for sample in self._samples)
+        if self._first is not None and longest > 1:
+            self._metrics.token_pace((now - self._first) / (longest - 1))
+        self._metrics.request_ended(
+            reason, usage.prompt_tokens, usage.completion_tokens, now - self._born
+        )
+
+
+def _live_request(stream: Stream, request: PreparedRequest) -> LiveRequest:
+    return LiveRequest(
+        stream,
+        request.prompt,
+        request.sampling,
+        request.call.sampling.n,
+        request.max_tokens,
+        request.arrival,
+        request.call.priority,
+        request.call.cache_salt,
+    )
+
+
+class Batch:
+    """The streams of one API call, read together. Leaving its context closes them all."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self.streams = streams
+        self._news = asyncio.Event()
+
+    def start(self) -> None:
+        for stream in self.streams:
+            stream.start(self._news.set)
+
+    async def deltas(self) -> AsyncIterator[tuple[int, list[Delta]]]:
+        """(index of the stream, its news) as they come, until all streams are drained.
+
+        A reader that is slow gets longer deltas, not more of them. Raises RequestError.
+        """
+        unfinished = dict(enumerate(self.streams))
+        while unfinished:
+            await self._news.wait()
+            self._news.clear()
+            for i, stream in list(unfinished.items()):
+                news = stream.take()
+                if stream.drained:
+                    del unfinished[i]
+                if news:
+                    yield i, news
+
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,230 @@
+"""Text to token ids and back, for GGUF files and for Hugging Face folders.
+
+The `tokenizers` library does the encoding. Decoding goes through the bytes of each token, so that a
+stream can be decoded token by token without ever decoding it again (see `detokenizer`).
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from octavo.common.modelfiles import ModelError, ModelFiles
+
+_LONGEST_TOKEN = 4096  # characters; no vocabulary has a longer one
+_BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
+
+# The split patterns of these families, as their own tokenizer files have them.
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+# GGUF token types
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The bytes of every token, and which tokens are special.
+
+    `pieces[id]` is what token `id` adds to the text. `strips_first_space` is whether the decoder
+    drops one space at the very beginning of a text, as SentencePiece's does.
+    """
+
+    pieces: Sequence[bytes]
+    special: frozenset[int]
+    strips_first_space: bool
+
+
+class Tokenizer:
+    """Encodes and decodes. Safe to use from several threads."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, model_vocab_size: int, added_bos: int | None = None
+    ) -> None:
+        """
+        Args:
+            backend: the encoder.
+            model_vocab_size: models may have more ids than tokenizers; the others have no text.
+            added_bos: id to put before every encoded text, where `backend` does not do it itself.
+        """
+        self._backend = backend
+        self._bos = added_bos
+        self.vocabulary = _vocabulary(backend, model_vocab_size)
+        self.vocab_size = len(self.vocabulary.pieces)
+        longest = max(map(len, self.vocabulary.pieces), default=1)
+        self.max_token_chars = min(max(longest, 1), _LONGEST_TOKEN)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens that are written out in it count as such."""
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self._bos is not None:
+            return [self._bos, *ids]
+        return list(ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of a whole list; bytes that are not UTF-8 become U+FFFD."""
+        pieces, special = self.vocabulary.pieces, self.vocabulary.special
+        skip = special if skip_special_tokens else frozenset[int]()
+        text = b"".join(pieces[i] for i in token_ids if i not in skip).decode("utf-8", "replace")
+        return text[1:] if self.vocabulary.strips_first_space and text.startswith(" ") else text
+
+    def added_prefix(self, token_ids: Sequence[int], text: str) -> int:
+        """How many tokens at the start of `encode(text)` are not part of `text` (BOS)."""
+        if not token_ids or token_ids[0] not in self.vocabulary.special:
+            return 0
+        return 0 if text.encode("utf-8").startswith(self.vocabulary.pieces[token_ids[0]]) else 1
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text; bytes that are not UTF-8 become U+FFFD."""
+        return self.vocabulary.pieces[token_id].decode("utf-8", "replace")
+
+
+def open_tokenizer(model: ModelFiles) -> Tokenizer:
+    """The tokenizer of a model.
+
+    Raises:
+        ModelError: the files have none, or one of a kind that is not supported.
+    """
+    if model.format == "gguf":
+        return _from_gguf(model)
+    path = model.path / "tokenizer.json"
+    if not path.exists():
+        raise ModelError(f"{model.path} has no tokenizer.json, which the gateway needs")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{path} is not a readable tokenizer: {error}") from error
+    return Tokenizer(backend, model.config["vocab_size"])
+
+
+# -- GGUF -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How one kind of byte-level BPE treats text before the merges."""
+
+    pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
+    normalizer: Callable[[], normalizers.Normalizer] | None = None
+    ignore_merges: bool = False  # a whole word of the vocabulary is taken as it is
+    adds_bos: bool = False  # where the file does not say
+
+
+def _byte_level() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _digits_then_bytes() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()])
+
+
+def _split_then_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, level])
+
+
+_FAMILIES = {
+    "smollm": _Family(_digits_then_bytes),
+    "gpt-2": _Family(_byte_level),
+    "llama-bpe": _Family(
+        functools.partial(_split_then_bytes, _LLAMA3_SPLIT), ignore_merges=True, adds_bos=True
+    ),
+    "qwen2": _Family(functools.partial(_split_then_bytes, _QWEN2_SPLIT), normalizer=normalizers.NFC),
+}
+
+
+def _from_gguf(model: ModelFiles) -> Tokenizer:
+    values = model.gguf
+    kind, pre = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre")
+    if kind != "gpt2" or pre not in _FAMILIES:
+        raise ModelError(
+            f"{model.path}: a tokenizer of kind {kind!r} with pre-tokenizer {pre!r} is not supported; "
+            f"supported is kind 'gpt2' with {', '.join(sorted(_FAMILIES))}"
+        )
+    family, tokens = _FAMILIES[pre], values["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in values.get("tokenizer.ggml.merges", ())]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, ignore_merges=family.ignore_merges)
+    )
+    if family.normalizer:
+        backend.normalizer = family.normalizer()
+    backend.pre_tokenizer = family.pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
+    _add_tokens(backend, tokens, values.get("tokenizer.ggml.token_type", ()))
+    adds_bos = values.get("tokenizer.ggml.add_bos_token", family.adds_bos)
+    bos = values.get("tokenizer.ggml.bos_token_id") if adds_bos else None
+    return Tokenizer(backend, model.config["vocab_size"], bos)
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+    """Tells the library which tokens are matched in the text before anything else."""
+    for token, kind in zip(tokens, types, strict=False):
+        if kind == _CONTROL:
+            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif kind == _USER_DEFINED:
+            backend.add_tokens([AddedToken(token, normalized=False)])
+
+
+# -- the bytes of tokens ----------------------------------------------------------------------------
+
+
+def _vocabulary(backend: tokenizers.Tokenizer, minimum: int) -> Vocabulary:
+    to_bytes, strips = _token_reader(backend)
+    vocab = backend.get_vocab(with_added_tokens=True)
+    added = backend.get_added_tokens_decoder()
+    pieces = [b""] * max(minimum, max(vocab.values(), default=-1) + 1)
+    for token, i in vocab.items():
+        pieces[i] = to_bytes(token)
+    special = frozenset(i for i, token in added.items() if token.special)
+    return Vocabulary(pieces, special, strips)
+
+
+def _token_reader(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
+    """How this tokenizer's decoder reads a token, and whether it drops the first space."""
+    decoder: dict[str, Any] = json.loads(backend.to_str()).get("decoder") or {"type": "none"}
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level_reader(), False
+    if kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
+        return _sentencepiece_bytes, kinds[-1] == "Strip"
+    raise ModelError(
+        f"a tokenizer whose decoder is {'+'.join(kinds)} is not supported; supported are byte-level "
+        "BPE and SentencePiece with byte fallback"
+    )
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    match = _BYTE_TOKEN.match(token)
+    return bytes([int(match[1], 16)]) if match else token.replace("\u2581", " ").encode("utf-8")
+
+
+def _byte_level_reader() -> Callable[[str], bytes]:
+    byte_of = _byte_level_alphabet()
+
+    def read(token: str) -> bytes:
+        try:
+            return bytes([byte_of[char] for char in token])
+        except KeyError:  # an added token, which stands for itself
+            return token.encode("utf-8")
+
+    return read
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as a printable character: itself, or one above U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet

@@ -1,0 +1,1 @@
+"""Implementations for CPUs of those operations whose reference is too slow there."""

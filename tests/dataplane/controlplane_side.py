@@ -1,0 +1,162 @@
+"""Speaks the control plane's side of the worker protocol to a real worker process."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, TypeVar
+
+import zmq
+
+from octavo.proto.session import (
+    BeatAnswer,
+    Ready,
+    Register,
+    Reset,
+    WorkerBeat,
+    WorkerBye,
+    control_identity,
+    data_identity,
+)
+from octavo.proto.wire import Message, unpack
+
+M = TypeVar("M", bound=Message)
+
+PATIENCE = 60.0  # seconds; far above what anything here takes
+_RUN = "import sys; from octavo.dataplane.worker import main; from octavo.dataplane.options import WorkerOptions; sys.exit(main(WorkerOptions(**eval(sys.argv[1]))))"
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class WorkerProcess:
+    """A worker of its own, logging to a file."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.probe_port = free_port()
+        settings = {"worker_probe_port": self.probe_port, "threads": 1} | options
+        self._log = folder / f"worker-{self.probe_port}.log"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _RUN, repr(settings)],
+                stderr=log,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def log(self) -> str:
+        """What it has logged so far."""
+        return self._log.read_text()
+
+    def wait_for_log(self, text: str) -> None:
+        """Until a line with `text` is there."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.log():
+            assert time.monotonic() < deadline, f"no {text!r} in:\n{self.log()}"
+            assert self.process.poll() is None, f"the worker has ended:\n{self.log()}"
+            time.sleep(0.05)
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and body of a probe."""
+        try:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.probe_port}{path}", timeout=10
+            ) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Signals it; its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(PATIENCE)
+
+    def close(self) -> None:
+        """Ends it whatever it does."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+class ControlPlaneSide:
+    """A ROUTER that answers as a test tells it to."""
+
+    def __init__(self, port: int | None = None, incarnation: int = 1) -> None:
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self.port = port or free_port()
+        self.incarnation = incarnation
+        self._router.bind(f"tcp://127.0.0.1:{self.port}")
+        self.worker = 0  # incarnation of the worker that registered last
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def receive(self, *kinds: type[M]) -> M:
+        """The next message of one of these kinds; beats are answered on the way."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            if not self._router.poll(1000):
+                continue
+            identity, frame = self._router.recv_multipart()
+            message = unpack(
+                frame, *kinds, *[k for k in (WorkerBeat, Register, WorkerBye) if k not in kinds]
+            )
+            if isinstance(message, Register):
+                self.worker = message.incarnation
+                assert identity == control_identity(self.worker)
+            if isinstance(message, kinds):
+                return message
+            if isinstance(message, WorkerBeat):
+                self.answer_beat(known=message.incarnation == self.worker)
+        raise AssertionError(f"no {[k.KIND for k in kinds]} came")
+
+    def answer_beat(self, known: bool) -> None:
+        self.control(BeatAnswer(controlplane=self.incarnation, known=known))
+
+    def control(self, message: Message) -> None:
+        """Sends on the worker's control socket."""
+        self._router.send_multipart([control_identity(self.worker), message.pack()])
+
+    def data(self, *frames: bytes) -> None:
+        """Sends on the worker's data socket."""
+        self._router.send_multipart([data_identity(self.worker), *frames])
+
+    def reset(self, epoch: int, **changes: Any) -> Ready:
+        """Sends a reset and takes the acknowledgement."""
+        self.control(reset_message(self.incarnation, epoch, **changes))
+        ready = self.receive(Ready)
+        assert (ready.incarnation, ready.epoch) == (self.worker, epoch)
+        return ready
+
+
+def reset_message(controlplane: int, epoch: int, **changes: Any) -> Reset:
+    """Small sizes: blocks of 4 tokens, sequences of up to 64."""
+    sizes: dict[str, Any] = {
+        "block_size": 4,
+        "num_slots": 4,
+        "max_batched_tokens": 64,
+        "max_model_len": 64,
+        "num_blocks": 32,
+        "num_cpu_blocks": 4,
+    }
+    return Reset(
+        controlplane=controlplane,
+        epoch=epoch,
+        gang=0,
+        rank=0,
+        gang_size=1,
+        rendezvous="",
+        **(sizes | changes),
+    )

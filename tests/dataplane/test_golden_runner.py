@@ -1,0 +1,75 @@
+"""The demo model through the runner gives exactly the reference's tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+from plan_maker import PlanMaker
+from shared_files import golden
+
+from octavo.common.modelfiles import open_model
+from octavo.dataplane.engines.torch_engine import TorchEngine
+from octavo.proto.plan import Sampling
+
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def demo() -> TorchEngine:
+    torch.set_num_threads(2)
+    return TorchEngine(open_model("demo"), "cpu", "float32")
+
+
+def check(engine: TorchEngine, cases: list[dict[str, Any]], block_size: int, chunk: int) -> None:
+    """All cases at once: prompts in chunks, joining while others decode."""
+    maker = PlanMaker(engine, block_size, 4096 // block_size, len(cases), 1024, vocab_size=49_152)
+    sampling = Sampling(temperature=0.0, logprobs=0)
+    found: list[list[int]] = [[] for _ in cases]
+    logprobs: list[list[float]] = [[] for _ in cases]
+    decoding: list[int] = []
+    waiting = list(range(len(cases)))
+    while waiting or decoding:
+        admits, rows, draws = [], [], []
+        if waiting:
+            slot, prompt = waiting[0], cases[waiting[0]]["prompt_token_ids"]
+            if not maker.slots.live[slot]:
+                admits = [maker.admit(slot, prompt, len(prompt) + 64, sampling)]
+                done = 0
+            size = min(chunk, len(prompt) - done)
+            rows, done = [(slot, size)], done + size
+            if done == len(prompt):
+                draws = [waiting.pop(0)]
+        result = maker.run(
+            admits=admits,
+            decode_slots=decoding,
+            chunk_slots=[slot for slot, _ in rows],
+            chunk_lengths=[size for _, size in rows],
+            draw_slots=draws,
+            draw_chunks=[0] * len(draws),
+        )
+        for index, slot in enumerate([*decoding, *draws]):
+            found[slot].append(int(result.tokens[index]))
+            logprobs[slot].append(float(result.draw_logprobs.logprobs[index]))
+        decoding += draws
+        decoding = [s for s in decoding if len(found[s]) < 64 and found[s][-1] != EOS]
+    assert found == [case["output_token_ids"] for case in cases]
+    for its, case in zip(logprobs, cases, strict=True):
+        assert its == pytest.approx(case["logprobs"], abs=1e-3)
+
+
+def test_two_prompts_together(demo: TorchEngine) -> None:
+    cases = golden("greedy")
+    check(demo, [cases[0], cases[-1]], block_size=16, chunk=16)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_all_prompts_together(demo: TorchEngine, block_size: int, chunk: int) -> None:
+    check(demo, golden("greedy"), block_size, chunk)
+
+
+@pytest.mark.full
+def test_all_prompts_one_by_one(demo: TorchEngine) -> None:
+    for case in golden("greedy"):
+        check(demo, [case], block_size=16, chunk=16)
