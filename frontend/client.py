@@ -5,7 +5,7 @@ with Client("127.0.0.1:50051") as client:
         print(delta.text, end="")
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -49,7 +49,7 @@ class Client:
 
     def generate(
         self, prompt: Prompt, *, echo: bool = False, timeout: float | None = None, **sampling: Any
-    ) -> Iterator[pb.GenerateDelta]:
+    ) -> Generator[pb.GenerateDelta, None, None]:
         """Deltas as they come.
 
         Args:

@@ -1,13 +1,15 @@
 """The gateway's process: gRPC and HTTP in front, the link to the control plane behind."""
 
 import asyncio
+import dataclasses
+import gc
 import logging
 import signal
 import socket
 
 import uvloop
 
-from octavo.common.modelfiles import ModelError, ModelFiles, open_model
+from octavo.common.modelfiles import ModelError, ModelFiles, gguf_reader, open_model
 from octavo.frontend.chat import open_chat_template
 from octavo.frontend.generation import Generator
 from octavo.frontend.grpc_api import GrpcApi
@@ -41,7 +43,7 @@ class Gateway:
         )
         self._metrics = Metrics()
         self._generator = Generator(
-            model,
+            dataclasses.replace(model, gguf={}),
             open_tokenizer(model),
             open_chat_template(model),
             self._link,
@@ -57,34 +59,35 @@ class Gateway:
         """Serves until `stop` is set, then lets running requests finish.
 
         Raises:
-            PortTakenError: the gRPC port is taken.
+            OSError: the gRPC port was taken in the last moment.
             LinkRefusedError: the control plane does not want this gateway.
         """
         options = self._options
         try:
             await self._grpc.start(options.grpc_host, options.grpc_port)
-        except OSError as error:
-            raise _port_taken("gRPC", options.grpc_host, options.grpc_port, "--grpc-port") from error
+            log.info(
+                "serving gRPC on %s:%d and HTTP on %s:%d",
+                *(options.grpc_host, options.grpc_port, options.http_host, options.http_port),
+            )
+            await self._run(http_socket, stop)
+        finally:
+            self._link.shut_down()
+            self._generator.close()
+
+    async def _run(self, http_socket: socket.socket, stop: asyncio.Event) -> None:
         link = asyncio.ensure_future(self._link.run())
         http = asyncio.ensure_future(self._http.serve([http_socket]))
-        health = asyncio.ensure_future(self._report_health())
-        waiting = asyncio.ensure_future(stop.wait())
-        log.info(
-            "serving gRPC on %s:%d and HTTP on %s:%d",
-            *(options.grpc_host, options.grpc_port, options.http_host, options.http_port),
-        )
+        others = [asyncio.ensure_future(self._report_health()), asyncio.ensure_future(stop.wait())]
         try:
-            done, _ = await asyncio.wait(
-                (link, http, health, waiting), return_when=asyncio.FIRST_COMPLETED
-            )
-            await self._drain(http, grace=0.0 if link in done else options.drain_timeout)
+            done, _ = await asyncio.wait((link, http, *others), return_when=asyncio.FIRST_COMPLETED)
+            grace = 0.0 if link in done else self._options.drain_timeout
+            await self._drain(http, grace)
             for task in done:
                 task.result()
         finally:
-            for task in (link, health, waiting):
+            for task in (link, *others):
                 task.cancel()
-            await asyncio.gather(link, health, waiting, return_exceptions=True)
-            self._generator.close()
+            await asyncio.gather(link, *others, return_exceptions=True)
 
     def _is_ready(self) -> bool:
         return self._link.ready and not self._draining
@@ -114,8 +117,20 @@ class Gateway:
         gauge("octavo_refused_messages", "Malformed messages", lambda: link.malformed)
 
 
-def _port_taken(what: str, host: str, port: int, flag: str) -> PortTakenError:
-    return PortTakenError(f"{what} port {port} on {host} is taken: choose another with {flag}")
+def _bind(what: str, host: str, port: int, flag: str) -> socket.socket:
+    try:
+        return bind(host, port)
+    except OSError as error:
+        raise PortTakenError(
+            f"{what} port {port} on {host} cannot be had ({error.strerror}): choose another with {flag}"
+        ) from error
+
+
+def _forget_model_file() -> None:
+    """A GGUF file's vocabulary is hundreds of megabytes of small objects, of no more use here."""
+    gguf_reader.cache_clear()
+    gc.collect()
+    gc.freeze()  # what is left stays; collections need not look at it again
 
 
 async def _serve(options: GatewayOptions) -> None:
@@ -123,14 +138,11 @@ async def _serve(options: GatewayOptions) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    try:
-        http_socket = bind(options.http_host, options.http_port)
-    except OSError as error:
-        taken = _port_taken("HTTP", options.http_host, options.http_port, "--http-port")
-        raise taken from error
-    with http_socket:
-        model = open_model(options.model, options.served_model_name)
-        await Gateway(options, model).run(http_socket, stop)
+    with _bind("HTTP", options.http_host, options.http_port, "--http-port") as http_socket:
+        _bind("gRPC", options.grpc_host, options.grpc_port, "--grpc-port").close()  # gRPC binds itself
+        gateway = Gateway(options, open_model(options.model, options.served_model_name))
+        _forget_model_file()
+        await gateway.run(http_socket, stop)
 
 
 def main(options: GatewayOptions) -> int:

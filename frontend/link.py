@@ -154,28 +154,37 @@ class Link:
 
     async def run(self) -> None:
         """Keeps the session until cancelled. Raises LinkRefusedError."""
-        self._socket.connect(self._address)
-        try:
-            with self._monitored() as monitor:
-                await _first_end(self._receive(), self._beat(), self._watch(monitor))
-        finally:
-            self._socket.close()
-            self._context.term()
+        with self._monitored() as monitor:
+            self._socket.connect(self._address)
+            await _first_end(self._receive(), self._beat(), self._watch(monitor))
+
+    def shut_down(self) -> None:
+        """Closes the socket; what was sent gets a second to leave."""
+        self._socket.close()
+        self._context.term()
 
     @contextlib.contextmanager
     def _monitored(self) -> Iterator[Any]:
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        monitor = self._socket.get_monitor_socket(events)
         try:
             yield monitor
         finally:
             self._socket.disable_monitor()
+            monitor.close(0)
 
     async def _watch(self, monitor: Any) -> None:
         """What was in flight when a connection broke is lost, so the session starts again."""
         while True:
-            await recv_monitor_message(monitor)
-            log.warning("the connection to the control plane at %s broke", self._address)
-            self._leave()
+            event = await recv_monitor_message(monitor)
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._say_hello()
+            else:
+                log.warning("the connection to the control plane at %s broke", self._address)
+                self._leave()
+
+    def _say_hello(self) -> None:
+        self._send(Hello(incarnation=self.incarnation, model_digest=self._digest))
 
     async def _receive(self) -> None:
         while True:
@@ -193,7 +202,7 @@ class Link:
                 self._submit_unsent()
                 self._send(self._make_beat())
             else:
-                self._send(Hello(incarnation=self.incarnation, model_digest=self._digest))
+                self._say_hello()
             self._unanswered += 1
             await asyncio.sleep(BEAT_INTERVAL)
 
@@ -247,7 +256,7 @@ class Link:
     def _on_beat_answer(self, message: BeatAnswer) -> None:
         if not message.known or message.controlplane != self.controlplane:
             self._leave()
-            self._send(Hello(incarnation=self.incarnation, model_digest=self._digest))
+            self._say_hello()
             return
         missing = zip(message.missing.tolist(), message.missing_attempts.tolist(), strict=False)
         for number, attempt in missing:

@@ -168,11 +168,9 @@ class CompletionRequest(OpenAIRequest):
         ]
 
     def _prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt
+        prompts: Any = self.prompt
+        is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+        return [prompts] if is_one else prompts
 
 
 class ChatRequest(OpenAIRequest):

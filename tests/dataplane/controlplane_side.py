@@ -1,6 +1,6 @@
 """Speaks the control plane's side of the worker protocol to a real worker process."""
 
-import os
+import json
 import signal
 import socket
 import subprocess
@@ -28,7 +28,13 @@ from octavo.proto.wire import Message, unpack
 M = TypeVar("M", bound=Message)
 
 PATIENCE = 60.0  # seconds; far above what anything here takes
-_RUN = "import sys; from octavo.dataplane.worker import main; from octavo.dataplane.options import WorkerOptions; sys.exit(main(WorkerOptions(**eval(sys.argv[1]))))"
+_ALWAYS: tuple[type[Message], ...] = (WorkerBeat, Register, WorkerBye)
+_RUN = """
+import json, sys
+from octavo.dataplane.options import WorkerOptions
+from octavo.dataplane.worker import main
+sys.exit(main(WorkerOptions(**json.loads(sys.argv[1]))))
+"""
 
 
 def free_port() -> int:
@@ -46,12 +52,9 @@ class WorkerProcess:
         self.probe_port = free_port()
         settings = {"worker_probe_port": self.probe_port, "threads": 1} | options
         self._log = folder / f"worker-{self.probe_port}.log"
+        command = [sys.executable, "-c", _RUN, json.dumps(settings)]
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _RUN, repr(settings)],
-                stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
+            self.process = subprocess.Popen(command, stderr=log)
 
     def log(self) -> str:
         """What it has logged so far."""
@@ -67,10 +70,9 @@ class WorkerProcess:
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and body of a probe."""
+        url = f"http://127.0.0.1:{self.probe_port}{path}"
         try:
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{self.probe_port}{path}", timeout=10
-            ) as reply:
+            with urllib.request.urlopen(url, timeout=10) as reply:
                 return reply.status, reply.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -110,9 +112,7 @@ class ControlPlaneSide:
             if not self._router.poll(1000):
                 continue
             identity, frame = self._router.recv_multipart()
-            message = unpack(
-                frame, *kinds, *[k for k in (WorkerBeat, Register, WorkerBye) if k not in kinds]
-            )
+            message: Message = unpack(frame, *kinds, *_ALWAYS)
             if isinstance(message, Register):
                 self.worker = message.incarnation
                 assert identity == control_identity(self.worker)
@@ -151,12 +151,5 @@ def reset_message(controlplane: int, epoch: int, **changes: Any) -> Reset:
         "num_blocks": 32,
         "num_cpu_blocks": 4,
     }
-    return Reset(
-        controlplane=controlplane,
-        epoch=epoch,
-        gang=0,
-        rank=0,
-        gang_size=1,
-        rendezvous="",
-        **(sizes | changes),
-    )
+    sizes |= {"gang": 0, "rank": 0, "gang_size": 1, "rendezvous": ""} | changes
+    return Reset(controlplane=controlplane, epoch=epoch, **sizes)

@@ -37,7 +37,9 @@ class PlanMaker:
 
     def run(self, **parts: Any) -> Result:
         """One plan, through its bytes."""
-        arrays = {k: v if k == "admits" else int32s(v) for k, v in parts.items()}
+        arrays: dict[str, Any] = {
+            name: part if name == "admits" else int32s(part) for name, part in parts.items()
+        }
         plan = Plan.unpack(Plan(epoch=1, number=self._next, **arrays).pack())
         self._next += 1
         plan.validate(*self._sizes)

@@ -47,9 +47,10 @@ def check(engine: TorchEngine, cases: list[dict[str, Any]], block_size: int, chu
             draw_slots=draws,
             draw_chunks=[0] * len(draws),
         )
+        scores = result.draw_logprobs.logprobs.tolist() if result.draw_logprobs else []
         for index, slot in enumerate([*decoding, *draws]):
             found[slot].append(int(result.tokens[index]))
-            logprobs[slot].append(float(result.draw_logprobs.logprobs[index]))
+            logprobs[slot].append(scores[index])
         decoding += draws
         decoding = [s for s in decoding if len(found[s]) < 64 and found[s][-1] != EOS]
     assert found == [case["output_token_ids"] for case in cases]

@@ -9,15 +9,17 @@ from transformers import LlamaForCausalLM
 
 from octavo.dataplane.engines.torch_engine import TorchEngine
 from octavo.dataplane.slots import PlanError
-from octavo.proto.plan import Sampling
+from octavo.proto.plan import Result, Sampling
 from octavo.proto.wire import int32s
 
+CPU_BLOCKS = (9, 3, 0, 5)
 RAW = Sampling(temperature=0.0, logprobs=300)  # the whole distribution comes back
 
 
-def distribution(result, draw: int) -> torch.Tensor:
+def distribution(result: Result, draw: int) -> torch.Tensor:
     """All log-probabilities of a draw, by token id."""
     found = result.draw_logprobs
+    assert found is not None
     index = found.draws.tolist().index(draw)
     begin = int(found.top_counts[:index].sum())
     part = slice(begin, begin + int(found.top_counts[index]))
@@ -40,6 +42,7 @@ def test_distributions_and_greedy_tokens_equal_hugging_face(
         wanted = torch.log_softmax(hf_logits(hf_model, tokens)[-1], dim=-1)
         assert torch.allclose(distribution(result, 0), wanted, atol=2e-5)
         assert int(result.tokens[0]) == int(wanted.argmax())
+        assert result.draw_logprobs is not None
         assert float(result.draw_logprobs.logprobs[0]) == pytest.approx(float(wanted.max()), abs=2e-5)
         tokens.append(int(result.tokens[0]))
         result = maker.run(decode_slots=[0])
@@ -133,8 +136,8 @@ def sampled(seed: int = 77) -> Sampling:
 
 def alone(engine: TorchEngine, prompt: list[int], sample: int, count: int) -> list[int]:
     maker = PlanMaker(engine, num_blocks=32, seed=sample)
-    first = maker.prefill(maker.admit(3, prompt, 40, sampled(), sample=sample)).tokens.tolist()
-    return first + maker.decode([3], count - 1)[0]
+    first = maker.prefill(maker.admit(3, prompt, 40, sampled(), sample=sample)).tokens
+    return [int(first[0]), *maker.decode([3], count - 1)[0]]
 
 
 @pytest.mark.parametrize("length", [6, 8])  # in mid-block, and at a block's end
@@ -182,16 +185,12 @@ def test_swapped_out_and_in_again_elsewhere_goes_on_unchanged(engine: TorchEngin
     maker = PlanMaker(engine)
     admit = maker.admit(0, prompt, 16, sampled())
     tokens = maker.prefill(admit).tokens.tolist() + maker.decode([0], 2)[0]
-    pairs = [
-        pair
-        for block, cpu in zip(admit.blocks.tolist(), (9, 3, 0, 5), strict=True)
-        for pair in (block, cpu)
-    ]
+    pairs = np.column_stack((admit.blocks, CPU_BLOCKS)).reshape(-1)
     maker.run(swap_out=pairs, free_slots=[0])
     overwrite = maker.admit(5, prompt_of(16, 9), 0, blocks=admit.blocks.tolist())
     maker.prefill(overwrite)
     back = maker.blocks(24)
-    pairs = [pair for cpu, block in zip((9, 3, 0, 5), back[:4], strict=True) for pair in (cpu, block)]
+    pairs = np.column_stack((CPU_BLOCKS, back[:4])).reshape(-1)
     again = maker.admit(2, prompt + tokens, 0, sampled(), blocks=back, prompt_len=10, computed=12)
     tokens += maker.run(swap_in=pairs, admits=[again], decode_slots=[2]).tokens.tolist()
     tokens += maker.decode([2], 4)[0]
@@ -218,7 +217,7 @@ def test_recomputed_after_preemption_goes_on_unchanged(engine: TorchEngine) -> N
         maker.run(free_slots=[0, 1])
         admit = maker.admit(1, prompt + wanted[:kept], 20, sampling, prompt_len=7)
         found = maker.prefill(admit).tokens.tolist()
-        found += [t for t in maker.decode([1], 9 - kept)[0:1] for t in t] if kept < 9 else []
+        found += maker.decode([1], 9 - kept)[0] if kept < 9 else []
         assert wanted[:kept] + found == wanted
 
 

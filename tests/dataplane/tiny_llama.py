@@ -24,7 +24,9 @@ def tiny_llama(**changes: Any) -> LlamaForCausalLM:
         "eos_token_id": 2,
     }
     torch.manual_seed(11)
-    return LlamaForCausalLM(LlamaConfig(**(settings | changes))).eval()
+    model = LlamaForCausalLM(LlamaConfig(**(settings | changes)))
+    model.train(False)
+    return model
 
 
 def save_tiny_llama(model: LlamaForCausalLM, folder: Path, **options: Any) -> Path:
@@ -36,7 +38,8 @@ def save_tiny_llama(model: LlamaForCausalLM, folder: Path, **options: Any) -> Pa
 @torch.no_grad()
 def hf_logits(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
     """Raw logits at every position: ``[num_tokens, vocab_size]``."""
-    return model(torch.tensor([tokens])).logits[0].float()
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits
+    return logits[0].float()
 
 
 def hf_greedy(model: LlamaForCausalLM, prompt: list[int], count: int) -> list[int]:

@@ -1,13 +1,20 @@
 import pytest
 import torch
-from kernel_inputs import HEADS, ROW_MIXES, attention_case, plain_attention, relative_error
+from kernel_inputs import (
+    HEADS,
+    ROW_MIXES,
+    AttentionCase,
+    attention_case,
+    plain_attention,
+    relative_error,
+)
 
 from octavo.kernels.table import CPU, REFERENCE, Kernels
 
 SCALE = 0.3
 
 
-def attend(kernels: Kernels, case) -> torch.Tensor:
+def attend(kernels: Kernels, case: AttentionCase) -> torch.Tensor:
     rows = kernels.prepare_attention(case.rows, case.key_cache)
     return kernels.paged_attention(case.query, case.key_cache, case.value_cache, rows, SCALE)
 
