@@ -23,16 +23,26 @@ def _system() -> int:
 
 
 def _cgroups() -> list[int]:
-    """Room under the limit of this process's cgroup and of each one above it."""
+    return room_in_cgroups(
+        _CGROUP_V2, "memory.max", "memory.current", "inactive_file"
+    ) + room_in_cgroups(
+        _CGROUP_V1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    )
+
+
+def room_in_cgroups(root: Path, limit: str, usage: str, reclaimable: str) -> list[int]:
+    """Bytes left under the limit of this process's cgroup and of each one above it.
+
+    Args:
+        root: where the hierarchy is mounted.
+        limit, usage: files of a cgroup.
+        reclaimable: the line of its memory.stat with what the system can drop.
+    """
     rooms = []
-    for root, limit, usage, reclaimable in (
-        (_CGROUP_V2, "memory.max", "memory.current", "inactive_file"),
-        (_CGROUP_V1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        for folder in _own_folders(root):
-            most, used = _number(folder / limit), _number(folder / usage)
-            if most is not None and used is not None:
-                rooms.append(max(0, most - used + _stat(folder / "memory.stat", reclaimable)))
+    for folder in _own_folders(root):
+        most, used = _number(folder / limit), _number(folder / usage)
+        if most is not None and used is not None:
+            rooms.append(max(0, most - used + _stat(folder / "memory.stat", reclaimable)))
     return rooms
 
 

@@ -50,9 +50,12 @@ class Runner:
             drawn, draw_rows = self._draws(plan, rows)
             ranges = self._score_ranges(plan, rows)
         with _timed(timings, "forward"):
-            hidden = self._forward(rows, draw_rows, ranges)
+            logits, to_score = self._forward(rows, draw_rows, ranges)
         with _timed(timings, "sample"):
-            result = self._sample(plan, hidden, drawn, ranges)
+            result = self._sample(plan, logits, drawn)
+            result.prompt_logprobs = self._score(to_score, ranges)
+            self._advance(plan)
+            self._slots.append(drawn, result.tokens)
         result.rank, result.timings = rank, timings
         return result
 
@@ -92,23 +95,22 @@ class Runner:
             )
         return drawn, draw_rows
 
-    def _forward(self, rows: Rows, draw_rows: Ints, ranges: list[ScoreRange]) -> Tensor:
-        """Final hidden states for the draws, then for the scored prompt tokens."""
+    def _forward(self, rows: Rows, draw_rows: Ints, ranges: list[ScoreRange]) -> tuple[Tensor, Tensor]:
+        """Logits of the draws, and final hidden states of the prompt tokens to score."""
+        if not len(rows.slots):
+            return torch.empty(0), torch.empty(0)
         scored = [np.arange(r.token, r.token + r.last - r.first, dtype=np.int32) for r in ranges]
         logit_tokens = np.concatenate((rows.last_tokens()[draw_rows], *scored))
-        if not len(rows.slots):
-            return torch.empty(0)
-        return self._engine.forward(batch_of(rows, self._slots, logit_tokens))
+        hidden = self._engine.forward(batch_of(rows, self._slots, logit_tokens))
+        draws = len(draw_rows)
+        return self._engine.logits(hidden[:draws]), hidden[draws:]
 
-    def _sample(self, plan: Plan, hidden: Tensor, drawn: Ints, ranges: list[ScoreRange]) -> Result:
+    def _sample(self, plan: Plan, logits: Tensor, drawn: Ints) -> Result:
         result = Result(epoch=plan.epoch, number=plan.number, rank=0)
         if len(drawn):
-            draws = draw(self._engine.logits(hidden[: len(drawn)]), self._slots, drawn, self._kernels)
+            draws = draw(logits, self._slots, drawn, self._kernels)
             result.tokens, result.draw_logprobs = draws.tokens, draws.logprobs
         result.digest = zlib.crc32(result.tokens.tobytes())
-        result.prompt_logprobs = self._score(hidden[len(drawn) :], ranges)
-        self._advance(plan)
-        self._slots.append(drawn, result.tokens)
         return result
 
     def _advance(self, plan: Plan) -> None:

@@ -21,6 +21,8 @@ from octavo.frontend.tokenizer import open_tokenizer
 
 log = logging.getLogger("octavo.gateway")
 
+_OTHER_CALLS = 1024  # connections or calls at once beside live requests: probes, refusals, idle clients
+
 
 class PortTakenError(Exception):
     """A port is not free; the text says which option chooses another."""
@@ -51,8 +53,11 @@ class Gateway:
             options.max_live_requests,
             options.tokenizer_threads,
         )
-        self._grpc = GrpcApi(self._generator)
-        self._http = HttpServer(HttpApi(self._generator, self._is_ready).app, options.drain_timeout)
+        most = options.max_live_requests + _OTHER_CALLS
+        self._grpc = GrpcApi(self._generator, most)
+        self._http = HttpServer(
+            HttpApi(self._generator, self._is_ready).app, options.drain_timeout, most
+        )
         self._add_gauges()
 
     async def run(self, http_socket: socket.socket, stop: asyncio.Event) -> None:

@@ -42,9 +42,10 @@ _OPTIONS = [
 class GrpcApi:
     """Owner of the gRPC server."""
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, max_calls: int) -> None:
+        """`max_calls`: calls of all kinds at once; beyond it the answer is RESOURCE_EXHAUSTED."""
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=max_calls)
         self._register(_Servicer(generator))
 
     @typing.no_type_check  # generated code and gRPC's companions have no types

@@ -1,6 +1,7 @@
 """OpenAI's HTTP API, and the gateway's own probes, as a FastAPI application."""
 
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ import prometheus_client
 import uvicorn
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from octavo.frontend.errors import RequestError
@@ -147,12 +149,15 @@ async def _stream(
 async def _read_body(request: Request) -> bytes:
     """The request's body. Raises RequestError when it is too large."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise RequestError(
-                "INVALID_ARGUMENT", f"the body has more than the limit of {MAX_BODY_BYTES} bytes"
-            )
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                raise RequestError(
+                    "INVALID_ARGUMENT", f"the body has more than the limit of {MAX_BODY_BYTES} bytes"
+                )
+    except ClientDisconnect as error:
+        raise RequestError("CANCELLED", "the client left before its request was whole") from error
     return bytes(body)
 
 
@@ -171,7 +176,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 class HttpServer(uvicorn.Server):
     """Serves an application on a bound socket; signals are the gateway's business."""
 
-    def __init__(self, app: FastAPI, drain_timeout: float) -> None:
+    def __init__(self, app: FastAPI, drain_timeout: float, max_connections: int) -> None:
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -180,6 +186,7 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 http="httptools",
                 ws="none",
+                limit_concurrency=max_connections,
                 timeout_graceful_shutdown=max(1, round(drain_timeout)),
             )
         )

@@ -70,6 +70,8 @@ class WatchedResponse(Response):
             for task in (work, watch):
                 task.cancel()
             await asyncio.gather(work, watch, return_exceptions=True)
+        if not work.cancelled() and (error := work.exception()) is not None:
+            log.error("an answer could not be sent: %s", error)
 
     async def _run(self, reply: Reply) -> None:
         try:

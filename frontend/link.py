@@ -79,7 +79,8 @@ class Link:
         self._live: dict[int, LiveRequest] = {}
         self._numbers = itertools.count(1)
         self._newest = 0
-        self._joined = False  # welcomed by `welcome.controlplane`, and nothing lost since
+        self._joined = False  # welcomed by `welcome.controlplane`, which has not gone silent since
+        self._lost = False  # what it knows of our requests may be less than what we sent
         self._unanswered = 0  # beats and hellos since the last sign of life
         self._queries: dict[int, asyncio.Future[Info]] = {}
         self._query_numbers = itertools.count(1)
@@ -181,7 +182,7 @@ class Link:
                 self._say_hello()
             else:
                 log.warning("the connection to the control plane at %s broke", self._address)
-                self._leave()
+                self._leave(lost=True)
 
     def _say_hello(self) -> None:
         self._send(Hello(incarnation=self.incarnation, model_digest=self._digest))
@@ -210,7 +211,7 @@ class Link:
         """Counts own beats instead of time: a judge who slept has not sent any."""
         if self._unanswered >= MAX_UNANSWERED_BEATS and self._joined:
             log.error("the control plane at %s is silent", self._address)
-            self._leave()
+            self._leave(lost=False)
         if not self._joined and self._unanswered % _WAITING_LOG_BEATS == 1:
             log.info("waiting for the control plane at %s", self._address)
 
@@ -255,7 +256,7 @@ class Link:
 
     def _on_beat_answer(self, message: BeatAnswer) -> None:
         if not message.known or message.controlplane != self.controlplane:
-            self._leave()
+            self._leave(lost=True)
             self._say_hello()
             return
         missing = zip(message.missing.tolist(), message.missing_attempts.tolist(), strict=False)
@@ -273,12 +274,14 @@ class Link:
             request.listener.on_failure(RequestError(message.code, message.reason))
 
     def _on_welcome(self, message: Welcome) -> None:
-        again = not self._joined or message.controlplane != self.controlplane
-        self.welcome, self._joined = message, True
-        if again:
+        if not self._joined:
             log.info("joined control plane %x at %s", message.controlplane, self._address)
+        lost = self._lost or message.controlplane != self.controlplane
+        self.welcome, self._joined, self._lost = message, True, False
+        if lost:
             for request in list(self._live.values()):
                 self._submit_again(request)
+        self._submit_unsent()
         self._on_change()
 
     def _on_info(self, message: Info) -> None:
@@ -286,9 +289,13 @@ class Link:
         if future is not None and not future.done():
             future.set_result(message)
 
-    def _leave(self) -> None:
-        """From here on the control plane is not trusted to know anything, until its next welcome."""
+    def _leave(self, lost: bool) -> None:
+        """Until the next welcome there is no control plane to speak of.
+
+        `lost`: it does not know our requests any more, so all are submitted again then.
+        """
         self._joined = False
+        self._lost = self._lost or lost
         self._on_change()
 
     # -- sending ------------------------------------------------------------------------------------

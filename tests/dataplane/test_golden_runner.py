@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from plan_maker import PlanMaker
 from shared_files import golden
 
@@ -16,7 +15,6 @@ EOS = 2
 
 @pytest.fixture(scope="module")
 def demo() -> TorchEngine:
-    torch.set_num_threads(2)
     return TorchEngine(open_model("demo"), "cpu", "float32")
 
 

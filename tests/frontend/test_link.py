@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-import zmq
 import zmq.asyncio
+from plane_driver import WAIT, Driver, until
 
 from octavo.frontend.errors import RequestError
 from octavo.frontend.link import Link, LinkRefusedError
@@ -18,10 +18,8 @@ from octavo.proto.session import (
     BeatAnswer,
     Cancel,
     Failure,
-    Finish,
     GatewayBeat,
     Hello,
-    InfoQuery,
     PromptScores,
     Refused,
     Submit,
@@ -29,11 +27,9 @@ from octavo.proto.session import (
     Welcome,
     gateway_identity,
 )
-from octavo.proto.wire import Message, float32s, int32s, unpack
+from octavo.proto.wire import float32s, int32s
 
 VOCAB = 100
-M = TypeVar("M", bound=Message)
-WAIT = 20.0  # seconds; nothing here takes long unless it is broken
 
 
 @dataclass
@@ -64,56 +60,6 @@ class Recorder:
         self.error = error
 
 
-class Driver:
-    """Speaks the control plane's side, one message at a time."""
-
-    def __init__(self, context: zmq.asyncio.Context, port: int = 0, incarnation: int = 7) -> None:
-        self.incarnation = incarnation
-        self.socket = context.socket(zmq.ROUTER)
-        self.socket.set(zmq.LINGER, 0)
-        self.socket.bind(f"tcp://127.0.0.1:{port or '*'}")
-        endpoint: Any = self.socket.get(zmq.LAST_ENDPOINT)
-        self.address = str(endpoint.decode())
-        self.gateway = b""
-
-    async def expect(self, kind: type[M]) -> M:
-        """The next message of this kind; beats and hellos before it are skipped."""
-        while True:
-            identity, frame = await asyncio.wait_for(self.socket.recv_multipart(), WAIT)
-            self.gateway = identity
-            message: Message = unpack(frame, Hello, GatewayBeat, Submit, Cancel, InfoQuery)
-            if isinstance(message, kind):
-                return message
-            assert isinstance(message, Hello | GatewayBeat), f"{message} came before {kind}"
-
-    async def send(self, message: Message) -> None:
-        await self.send_frame(message.pack())
-
-    async def send_frame(self, frame: bytes) -> None:
-        await self.socket.send_multipart([self.gateway, frame])
-
-    async def welcome(self) -> None:
-        await self.expect(Hello)
-        await self.send(Welcome(controlplane=self.incarnation, ready=True, max_model_len=64))
-
-    async def tokens(self, submit: Submit, sample: int, offset: int, values: list[int]) -> None:
-        count = len(values)
-        await self.send(
-            Tokens(
-                controlplane=self.incarnation,
-                requests=int32s([submit.request] * count),
-                attempts=int32s([submit.attempt] * count),
-                samples=int32s([sample] * count),
-                offsets=int32s(range(offset, offset + count)),
-                tokens=int32s(values),
-            )
-        )
-
-    async def finish(self, submit: Submit, sample: int, reason: str = "length") -> None:
-        ends = [Finish(request=submit.request, attempt=submit.attempt, sample=sample, reason=reason)]
-        await self.send(Tokens(controlplane=self.incarnation, finishes=ends))
-
-
 @dataclass
 class Session:
     context: zmq.asyncio.Context
@@ -130,12 +76,6 @@ class Session:
         return recorder, live
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 @contextlib.asynccontextmanager
 async def session() -> AsyncIterator[Session]:
     context = zmq.asyncio.Context()
@@ -150,7 +90,7 @@ async def session() -> AsyncIterator[Session]:
         await asyncio.gather(run, return_exceptions=True)
         link.shut_down()
         current.driver.socket.close()
-        context.term()
+        context.destroy(0)
 
 
 def drive(test: Callable[[Session], Awaitable[None]]) -> None:
@@ -333,6 +273,25 @@ def test_a_request_that_the_control_plane_lacks_is_sent_again() -> None:
         )
         await s.driver.send(answer)
         assert (await s.driver.expect(Submit)).attempt == 1
+
+    drive(test)
+
+
+def test_a_control_plane_that_was_only_silent_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("octavo.frontend.link.BEAT_INTERVAL", 0.01)
+
+    async def test(s: Session) -> None:
+        await s.driver.welcome()
+        recorder, _ = s.open()
+        submit = await s.driver.expect(Submit)
+        await until(lambda: not s.link.ready)  # no beat was answered
+        await s.driver.tokens(submit, 0, 0, [10])
+        await s.driver.welcome()
+        await s.driver.tokens(submit, 0, 1, [11])
+        await until(lambda: len(recorder.tokens) == 2)
+        assert s.link.attempts == 0
 
     drive(test)
 

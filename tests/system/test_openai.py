@@ -38,13 +38,13 @@ def test_models(client: Any) -> None:
 
 
 def test_completion(client: Any) -> None:
-    answer = client.completions.create(model=MODEL, prompt=RAW["text"], temperature=0, max_tokens=24)
+    answer = client.completions.create(model=MODEL, prompt=RAW["text"], temperature=0, max_tokens=10)
     assert RAW["output_text"].startswith(answer.choices[0].text)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(RAW["prompt_token_ids"])
-    assert answer.usage.completion_tokens == 24
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
+    assert answer.usage.completion_tokens == 10
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 10
 
 
 def test_completions_end_after_16_tokens_by_default(client: Any) -> None:
@@ -57,7 +57,7 @@ def test_streamed_completion_equals_the_whole_one(client: Any) -> None:
     request: dict[str, Any] = {
         "model": MODEL,
         "prompt": RAW["text"],
-        "max_tokens": 20,
+        "max_tokens": 8,
         "seed": 5,
         "n": 2,
         "logprobs": 2,
@@ -81,7 +81,7 @@ def test_streamed_completion_equals_the_whole_one(client: Any) -> None:
 
 def test_chat(client: Any) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=messages(CHAT), temperature=0, max_tokens=24
+        model=MODEL, messages=messages(CHAT), temperature=0, max_tokens=10
     )
     message = answer.choices[0].message
     assert message.role == "assistant"
@@ -95,7 +95,7 @@ def test_streamed_chat(client: Any) -> None:
         model=MODEL,
         messages=messages(CHAT),
         temperature=0,
-        max_completion_tokens=24,
+        max_completion_tokens=10,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -105,7 +105,7 @@ def test_streamed_chat(client: Any) -> None:
     assert CHAT["output_text"].startswith("".join(d.delta.content or "" for d in deltas))
     assert [d.finish_reason for d in deltas if d.finish_reason] == ["length"]
     assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 24
+    assert chunks[-1].usage.completion_tokens == 10
 
 
 def test_chat_logprobs(client: Any) -> None:
@@ -130,7 +130,7 @@ def test_chat_logprobs(client: Any) -> None:
 def test_n_samples_and_seed(client: Any) -> None:
     def ask(seed: int) -> list[str]:
         answer = client.completions.create(
-            model=MODEL, prompt=RAW["text"], max_tokens=8, n=3, seed=seed
+            model=MODEL, prompt=RAW["text"], max_tokens=4, n=3, seed=seed
         )
         assert [choice.index for choice in answer.choices] == [0, 1, 2]
         return [choice.text for choice in answer.choices]
@@ -158,7 +158,7 @@ def test_lists_of_prompts_are_prompt_major(client: Any) -> None:
     ids = [line["prompt_token_ids"] for line in golden("greedy")[:2]]
 
     def ask(prompt: Any, n: int = 1) -> Completion:
-        return client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=6, n=n)
+        return client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=3, n=n)
 
     one_by_one = [ask(text).choices[0].text for text in texts]
     for prompts in (texts, ids):
@@ -168,7 +168,7 @@ def test_lists_of_prompts_are_prompt_major(client: Any) -> None:
         assert [choice.text for choice in answer.choices] == expected
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == sum(map(len, ids))
-        assert answer.usage.completion_tokens == 24
+        assert answer.usage.completion_tokens == 12
     assert ask(ids[0]).choices[0].text == one_by_one[0]
 
 

@@ -1,0 +1,79 @@
+"""Speaks the control plane's side of a gateway's session, one message at a time."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from octavo.proto.session import (
+    Cancel,
+    Finish,
+    GatewayBeat,
+    Hello,
+    InfoQuery,
+    Submit,
+    Tokens,
+    Welcome,
+)
+from octavo.proto.wire import Message, int32s, unpack
+
+M = TypeVar("M", bound=Message)
+WAIT = 20.0  # seconds; nothing here takes long unless it is broken
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+class Driver:
+    """Speaks the control plane's side, one message at a time."""
+
+    def __init__(self, context: zmq.asyncio.Context, port: int = 0, incarnation: int = 7) -> None:
+        self.incarnation = incarnation
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        endpoint: Any = self.socket.get(zmq.LAST_ENDPOINT)
+        self.address = str(endpoint.decode())
+        self.gateway = b""
+
+    async def expect(self, kind: type[M]) -> M:
+        """The next message of this kind; beats and hellos before it are skipped."""
+        while True:
+            identity, frame = await asyncio.wait_for(self.socket.recv_multipart(), WAIT)
+            self.gateway = identity
+            message: Message = unpack(frame, Hello, GatewayBeat, Submit, Cancel, InfoQuery)
+            if isinstance(message, kind):
+                return message
+            assert isinstance(message, Hello | GatewayBeat), f"{message} came before {kind}"
+
+    async def send(self, message: Message) -> None:
+        await self.send_frame(message.pack())
+
+    async def send_frame(self, frame: bytes) -> None:
+        await self.socket.send_multipart([self.gateway, frame])
+
+    async def welcome(self) -> None:
+        await self.expect(Hello)
+        await self.send(Welcome(controlplane=self.incarnation, ready=True, max_model_len=64))
+
+    async def tokens(self, submit: Submit, sample: int, offset: int, values: list[int]) -> None:
+        count = len(values)
+        await self.send(
+            Tokens(
+                controlplane=self.incarnation,
+                requests=int32s([submit.request] * count),
+                attempts=int32s([submit.attempt] * count),
+                samples=int32s([sample] * count),
+                offsets=int32s(range(offset, offset + count)),
+                tokens=int32s(values),
+            )
+        )
+
+    async def finish(self, submit: Submit, sample: int, reason: str = "length") -> None:
+        ends = [Finish(request=submit.request, attempt=submit.attempt, sample=sample, reason=reason)]
+        await self.send(Tokens(controlplane=self.incarnation, finishes=ends))
