@@ -105,7 +105,7 @@ class ControlPlane:
             case WorkerBye():
                 _check_identity(identity, control_identity(message.incarnation))
                 if self._is_rank(message.incarnation):
-                    self._lose_gang("the worker stops in order")
+                    self._lose_gang("the worker stops in order", logging.INFO)
 
     def _is_rank(self, incarnation: int) -> bool:
         return self.gang.rank is not None and self.gang.rank.register.incarnation == incarnation
@@ -201,10 +201,10 @@ class ControlPlane:
             gang.scheduler.fail_running("INTERNAL", "the worker failed every plan with this request")
         self._form_gang(gang.rank)
 
-    def _lose_gang(self, why: str) -> None:
+    def _lose_gang(self, why: str, level: int = logging.WARNING) -> None:
         """The worker is gone: its groups wait to be recomputed by the next one."""
         gang = self.gang
-        log.warning("gang 0 is lost: %s", why)
+        log.log(level, "gang 0 is lost: %s", why)
         gang.epoch += 1
         gang.rank, gang.ready = None, False
         gang.plan_sent_at.clear()
