@@ -10,7 +10,7 @@ from octavo.common.modelfiles import ModelFiles
 from octavo.dataplane.engine import Batch, EngineError, EngineInfo, Ints
 from octavo.dataplane.loading.weights import open_weights
 from octavo.dataplane.memory import available_memory
-from octavo.dataplane.models.layers import ForwardState
+from octavo.dataplane.models.layers import ForwardState, Linear
 from octavo.dataplane.models.registry import family_of
 from octavo.kernels.rows import AttentionRows
 from octavo.kernels.table import kernels_for
@@ -41,6 +41,9 @@ class TorchEngine:
         self._kernels = kernels_for(self._device.type)
         define = family_of(files)
         self._model = define(files, open_weights(files, self._dtype), self._kernels).to(self._device)
+        for module in self._model.modules():
+            if isinstance(module, Linear):
+                module.prepare()
         self._pools = self._swap = Pools([], [])
 
     def describe(self) -> EngineInfo:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from octavo.dataplane.loading.weights import Weights
 from octavo.kernels.table import Kernels
@@ -25,18 +24,37 @@ class ForwardState:
 class Linear(nn.Module):
     """One matrix product, or several of the same input side by side."""
 
-    def __init__(
-        self, weights: Weights, names: list[str], in_size: int, out_sizes: list[int], bias: bool = False
-    ) -> None:
+    def __init__(self, parts: list[Tensor], biases: list[Tensor], kernels: Kernels) -> None:
         super().__init__()
-        parts = list(zip(names, out_sizes, strict=True))
-        self.weight = _frozen([weights.take(f"{name}.weight", (size, in_size)) for name, size in parts])
-        self.bias = (
-            _frozen([weights.take(f"{name}.bias", (size,)) for name, size in parts]) if bias else None
-        )
+        self.weight: nn.Parameter | None = _frozen(parts)
+        self.bias = _frozen(biases) if biases else None
+        self._prepared: Any = None
+        self._kernels = kernels
+
+    @classmethod
+    def take(
+        cls,
+        weights: Weights,
+        names: list[str],
+        in_size: int,
+        out_sizes: list[int],
+        bias: bool,
+        kernels: Kernels,
+    ) -> "Linear":
+        """The layers of these names. Raises ModelError."""
+        pairs = list(zip(names, out_sizes, strict=True))
+        parts = [weights.take(f"{name}.weight", (size, in_size)) for name, size in pairs]
+        biases = [weights.take(f"{name}.bias", (size,)) for name, size in pairs] if bias else []
+        return cls(parts, biases, kernels)
+
+    def prepare(self) -> None:
+        """Lays the weight out for the device it is on. Must be called before `forward`."""
+        assert self.weight is not None
+        self._prepared = self._kernels.prepare_linear(self.weight.data)
+        self.weight = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight, self.bias)
+        return self._kernels.linear(hidden, self._prepared, self.bias)
 
 
 class RmsNorm(nn.Module):
@@ -75,8 +93,8 @@ class GatedMlp(nn.Module):
     ) -> None:
         super().__init__()
         gate_up = [f"{name}.gate_proj", f"{name}.up_proj"]
-        self.gate_up = Linear(weights, gate_up, hidden, [inner, inner], bias)
-        self.down = Linear(weights, [f"{name}.down_proj"], inner, [hidden], bias)
+        self.gate_up = Linear.take(weights, gate_up, hidden, [inner, inner], bias, kernels)
+        self.down = Linear.take(weights, [f"{name}.down_proj"], inner, [hidden], bias, kernels)
         self._kernels = kernels
 
     def forward(self, hidden: Tensor) -> Tensor:

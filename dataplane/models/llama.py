@@ -95,10 +95,9 @@ class LlamaAttention(nn.Module):
         query_size, kv_size = self._heads * self._head_dim, self._kv_heads * self._head_dim
         projections = [f"{name}.{part}_proj" for part in "qkv"]
         sizes = [query_size, kv_size, kv_size]
-        self.qkv = Linear(weights, projections, config.hidden_size, sizes, config.attention_bias)
-        self.out = Linear(
-            weights, [f"{name}.o_proj"], query_size, [config.hidden_size], config.attention_bias
-        )
+        size, bias = config.hidden_size, config.attention_bias
+        self.qkv = Linear.take(weights, projections, size, sizes, bias, kernels)
+        self.out = Linear.take(weights, [f"{name}.o_proj"], query_size, [size], bias, kernels)
         self.attend = PagedAttention(layer, self._head_dim, kernels)
 
     def forward(self, hidden: Tensor, state: ForwardState) -> Tensor:
@@ -144,11 +143,10 @@ class Llama(nn.Module):
             LlamaLayer(config, layer, weights, kernels) for layer in range(config.num_layers)
         )
         self.norm = RmsNorm(weights, "model.norm", size, config.norm_epsilon, kernels)
-        self.head = (
-            self.embedding
-            if config.tied
-            else nn.Parameter(weights.take("lm_head.weight", (vocab_size, size)), requires_grad=False)
+        head = (
+            self.embedding.data if config.tied else weights.take("lm_head.weight", (vocab_size, size))
         )
+        self.head = Linear([head], [], kernels)
         table = rotary_table(config.head_dim, config.max_positions, config.rope_theta)
         self.register_buffer("rotations", table, persistent=False)
 
@@ -162,4 +160,5 @@ class Llama(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[n, vocab_size]`` in float32."""
-        return F.linear(hidden, self.head).float()
+        logits: Tensor = self.head(hidden)
+        return logits.float()

@@ -40,7 +40,7 @@ def test_cpu_in_float32_at_real_head_sizes(head_dim: int) -> None:
 def test_cpu_groups_many_decodes_of_unequal_length(monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.kernels.cpu import paged_attention as cpu
 
-    monkeypatch.setattr(cpu, "GROUP_TOKENS", 64)
+    monkeypatch.setattr(cpu, "GROUP_BYTES", 64 * 2 * 2 * 8 * 8)  # of 64 tokens
     case = attention_case([(context, 1) for context in range(0, 60, 3)], (6, 2))
     groups = cpu.prepare_attention(case.rows, case.key_cache).decodes
     assert sorted(i for group in groups for i in group.queries.tolist()) == list(range(20))
