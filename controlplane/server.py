@@ -38,7 +38,6 @@ from octavo.proto.session import (
     WorkerBeat,
     WorkerBye,
     control_identity,
-    data_identity,
     gateway_identity,
 )
 from octavo.proto.wire import Message, ProtocolError, unpack
@@ -99,6 +98,7 @@ class ControlPlane:
                 _check_identity(identity, control_identity(message.incarnation))
                 self._on_worker_beat(message)
             case Ready():
+                _check_identity(identity, control_identity(message.incarnation))
                 self._on_ready(message)
             case Fault():
                 self._on_fault(identity, message)

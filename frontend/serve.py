@@ -46,7 +46,7 @@ def run_serve(args: argparse.Namespace) -> int:
 def _print_addresses(gateway: GatewayOptions) -> None:
     print(
         f"Octavo is ready.\n"
-        f"  gRPC  {gateway.grpc_host}:{gateway.grpc_port}   (octavo generate, octavo chat, octavo status)\n"
+        f"  gRPC  {gateway.grpc_host}:{gateway.grpc_port}   (octavo generate, chat, status)\n"
         f"  HTTP  http://{gateway.http_host}:{gateway.http_port}/v1   (OpenAI clients)\n"
         f"Ctrl-C stops it.",
         flush=True,

@@ -87,7 +87,7 @@ class Reset(Message):
 class Ready(Message):
     """Worker -> control plane: the reset of this epoch is done, plans may come.
 
-    Sent on the data socket, so that the control plane can address it from here on.
+    Sent when the data socket is connected, so that the control plane can address it from here on.
     """
 
     incarnation: int

@@ -1,12 +1,16 @@
 """Set-up of all tests: helpers beside this file are importable by name; runs can be resumed."""
 
+import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Several torch processes share the cores here: their threads must sleep while they wait.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,10 +48,4 @@ def _tree_state() -> str:
     """Names the commit and what is changed on top of it."""
     commands = (["git", "rev-parse", "HEAD"], ["git", "diff", "HEAD"])
     output = [subprocess.run(command, capture_output=True).stdout for command in commands]
-    return output[0].decode().strip() + f"-{hash_text(output[1])}"
-
-
-def hash_text(data: bytes) -> str:
-    import zlib
-
-    return f"{zlib.crc32(data):08x}"
+    return output[0].decode().strip() + f"-{zlib.crc32(output[1]):08x}"
