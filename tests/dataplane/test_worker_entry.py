@@ -18,12 +18,17 @@ sys.exit("torch" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.parametrize(("given", "wanted"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_waiting_threads_sleep_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, wanted: str
+@pytest.mark.parametrize(
+    ("policy", "spins", "wanted"),
+    [(None, None, "10000"), (None, "5", "5"), ("ACTIVE", None, None), ("PASSIVE", "7", "7")],
+)
+def test_waiting_threads_spin_shortly_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, policy: str | None, spins: str | None, wanted: str | None
 ) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
-    if given is None:
-        monkeypatch.delenv("OMP_WAIT_POLICY")
+    for name, value in (("OMP_WAIT_POLICY", policy), ("GOMP_SPINCOUNT", spins)):
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
     yield_idle_cores()
-    assert os.environ["OMP_WAIT_POLICY"] == wanted
+    assert os.environ.get("GOMP_SPINCOUNT") == wanted
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
