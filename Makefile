@@ -5,7 +5,7 @@ FOLDERS := common controlplane dataplane frontend kernels proto
 # The editable install lists files when it is made, so it is made anew when files come or go.
 INSTALLED := .venv/installed-$(shell (cat pyproject.toml; find $(FOLDERS) -name '*.py' -o -name '*.pyi' -o -name '*.proto' | sort) | cksum | cut -d' ' -f1)
 DEPENDENCIES := .venv/dependencies-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .PHONY: help setup demo test verify soak lint format proto proto-check clean
 

@@ -202,7 +202,7 @@ def test_serve_stops_everything(number: signal.Signals, tmp_path: Path) -> None:
         children = psutil.Process(service.process.pid).children(recursive=True)
         names = {child.cmdline()[3] for child in children if "octavo.frontend.cli" in child.cmdline()}
         assert names == {"controlplane", "worker", "gateway"}
-        assert "Octavo is ready" in service.log.read_text()
+        wait_for(lambda: "Octavo is ready" in service.log.read_text(), "it says where to connect", 10)
         service.process.send_signal(number)
         assert service.process.wait(40) == 0
         assert not [child for child in children if child.is_running()]
