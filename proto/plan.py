@@ -4,11 +4,13 @@ A plan is a change, not the world: a worker keeps the state of each *slot* (bloc
 far, sampling parameters) and the plan says what changes before the rows run. The parts are applied
 in the order in which they are declared:
 
-    swap_out -> swap_in -> copies -> frees -> admits -> forks -> table entries -> rows -> draws
+    swap_out, swap_in, copies, frees, admits, forks, table entries, pushes, rows, draws
 
 Block ids are indices into the gang's device pool, "cpu block" ids into its CPU swap pool. A pair
 array holds ``[a0, b0, a1, b1, ...]``.
 """
+
+from typing import Any
 
 from octavo.proto.wire import (
     Float32s,
@@ -47,6 +49,24 @@ class Sampling(Message):
     bias_values: Float32s = limited(4096, default_factory=float32s)
     stop_token_ids: Int32s = limited(1024, default_factory=int32s)
     eos_token_ids: Int32s = limited(1024, default_factory=int32s)
+    # 0: a token is drawn. k: instead, the k best tokens with their log-probabilities are answered,
+    # after bias, masks and penalties, and the slot gets its token with a later plan (beam search).
+    candidates: int = 0
+
+    def _fields(self) -> list[Any]:
+        """Made once: the same parameters travel with every admission of a request."""
+        fields: list[Any] | None = self.__dict__.get("_made")
+        if fields is None:
+            fields = self.__dict__["_made"] = super()._fields()
+        return fields
+
+
+@part
+class Beams(Message):
+    """Beam search, with the meanings of Hugging Face `generate`. Filled by the gateway."""
+
+    length_penalty: float = 1.0
+    early_stopping: str = limited(8, default="false")  # "true", "false" or "never"
 
 
 @part
@@ -95,6 +115,10 @@ class Plan(Message):
     table_slots: Int32s = limited(default_factory=int32s)
     table_indices: Int32s = limited(default_factory=int32s)
     table_blocks: Int32s = limited(default_factory=int32s)
+    # Tokens that the control plane has chosen for slots (beam search): push_tokens[i] is appended to
+    # the tokens of push_slots[i].
+    push_slots: Int32s = limited(default_factory=int32s)
+    push_tokens: Int32s = limited(default_factory=int32s)
     # -- rows: scheduler ---------------------------------------------------------------------------
     # Each computes its slot's last token and draws the next.
     decode_slots: Int32s = limited(default_factory=int32s)
@@ -110,6 +134,7 @@ class Plan(Message):
         _same_length(self, "table_slots", "table_indices", "table_blocks")
         _same_length(self, "chunk_slots", "chunk_lengths")
         _same_length(self, "draw_slots", "draw_chunks")
+        _same_length(self, "push_slots", "push_tokens")
         for name in ("swap_out", "swap_in", "copies"):
             if len(getattr(self, name)) % 2:
                 raise ProtocolError(f"plan.{name}: not pairs")
@@ -121,7 +146,14 @@ class Plan(Message):
         _in_range(self.swap_in[1::2], num_blocks, "plan.swap_in")
         _in_range(self.copies, num_blocks, "plan.copies")
         _in_range(self.table_blocks, num_blocks, "plan.table_blocks")
-        for name in ("free_slots", "table_slots", "decode_slots", "chunk_slots", "draw_slots"):
+        for name in (
+            "free_slots",
+            "table_slots",
+            "push_slots",
+            "decode_slots",
+            "chunk_slots",
+            "draw_slots",
+        ):
             _in_range(getattr(self, name), num_slots, f"plan.{name}")
         _in_range(self.forks[0::3], num_slots, "plan.forks")
         _in_range(self.forks[1::3], num_slots, "plan.forks")
@@ -157,6 +189,16 @@ class DrawLogprobs(Message):
 
 
 @part
+class Candidates(Message):
+    """The best continuations of slots that do not draw. Filled by the worker."""
+
+    draws: Int32s = limited(default_factory=int32s)  # [n] indices into Result.tokens, ascending
+    counts: Int32s = limited(default_factory=int32s)  # [n] how many follow for each
+    ids: Int32s = limited(default_factory=int32s)  # [sum(counts)], best first
+    logprobs: Float32s = limited(default_factory=float32s)
+
+
+@part
 class PromptLogprobs(Message):
     """Log-probabilities of prompt tokens start, start+1, ... of one slot. Filled by the worker."""
 
@@ -185,10 +227,12 @@ class Result(Message):
     epoch: int
     number: int
     rank: int
-    # A token for each of decode_slots, then one for each of draw_slots.
+    # A token for each of decode_slots, then one for each of draw_slots. For slots that ask for
+    # candidates it is the best one and means nothing more.
     tokens: Int32s = limited(default_factory=int32s)
     digest: int = 0  # CRC-32 of the bytes of `tokens`; the ranks of a gang must agree
     draw_logprobs: DrawLogprobs | None = None
+    candidates: Candidates | None = None
     prompt_logprobs: list[PromptLogprobs] = limited(1 << 16, default_factory=list)
     timings: Timings = limited(1, default_factory=Timings)
 

@@ -6,7 +6,7 @@ mean something only together with the gateway's incarnation. `attempt` counts ho
 submitted a request; a higher one cancels lower ones.
 """
 
-from octavo.proto.plan import DrawLogprobs, Sampling
+from octavo.proto.plan import Beams, DrawLogprobs, Sampling
 from octavo.proto.wire import Float32s, Int32s, Message, float32s, int32s, limited, message, part
 
 # ---------------------------------------------------------------------------------------------
@@ -182,6 +182,7 @@ class Submit(Message):
     max_tokens: int  # outputs of each sample
     sampling: Sampling = limited(1)
     cache_salt: str = limited(256, default="")
+    beams: Beams | None = None  # beam search as wide as there are samples
 
 
 @message("cancel")
@@ -218,6 +219,7 @@ class Finish(Message):
     sample: int
     reason: str = limited(16)  # "stop" or "length"
     stop_token: int | None = None  # the EOS or stop token id that ended it
+    score: float | None = None  # of a hypothesis of a beam search
 
 
 @part
@@ -262,6 +264,56 @@ class Failure(Message):
     attempt: int
     code: str = limited(32)  # name of a gRPC status code: "INVALID_ARGUMENT", ...
     reason: str = limited(4096)  # names the field and the limit
+
+
+@message("pin")
+class Pin(Message):
+    """Gateway -> control plane: compute this prefix and keep its full blocks until `Unpin`.
+
+    A name that is pinned already with the same tokens and salt is answered as it is.
+    """
+
+    gateway: int
+    query: int
+    name: str = limited(256)
+    tokens: Int32s
+    cache_salt: str = limited(256, default="")
+
+
+@message("unpin")
+class Unpin(Message):
+    """Gateway -> control plane: the prefix of this name is not needed any more."""
+
+    gateway: int
+    query: int
+    name: str = limited(256)
+
+
+@message("pins-query")
+class PinsQuery(Message):
+    """Gateway -> control plane: which prefixes are registered?"""
+
+    gateway: int
+    query: int
+
+
+@part
+class PinState(Message):
+    """A registered prefix."""
+
+    name: str = limited(256)
+    tokens: int  # in its full blocks
+    blocks: int  # pinned; 0 while they are being computed
+
+
+@message("pins")
+class Pins(Message):
+    """Control plane -> gateway: the answer to `Pin` (once it is computed), `Unpin` or `PinsQuery`."""
+
+    query: int
+    code: str = limited(32, default="OK")  # name of a gRPC status code
+    reason: str = limited(4096, default="")
+    pins: list[PinState] = limited(4096, default_factory=list)  # `Pin`: that one; `PinsQuery`: all
 
 
 @message("info-query")

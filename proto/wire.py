@@ -59,7 +59,7 @@ class Message:
     """Base of all messages. Subclasses are dataclasses made by `message` or `part`."""
 
     KIND: ClassVar[str] = ""
-    _encoders: ClassVar[list[tuple[str, _Encode]]]
+    _encode: ClassVar[Callable[[Any], list[Any]]]
     _decoders: ClassVar[list[tuple[str, _Decode]]]
 
     def pack(self) -> bytes:
@@ -73,7 +73,7 @@ class Message:
         return unpack(frame, cls)
 
     def _fields(self) -> list[Any]:
-        return [encode(getattr(self, name)) for name, encode in self._encoders]
+        return type(self)._encode(self)
 
     @classmethod
     def _from_fields(cls, fields: Any, path: str) -> Self:
@@ -128,8 +128,19 @@ def part(cls: type[M]) -> type[M]:
     made = dataclasses.dataclass(kw_only=True)(cls)
     hints = typing.get_type_hints(made, include_extras=True)
     fields = dataclasses.fields(made)  # type: ignore[arg-type]
-    made._encoders = [(f.name, _encoder(hints[f.name])) for f in fields]
+    made._encode = _list_of_fields({f.name: _encoder(hints[f.name]) for f in fields})
     made._decoders = [(f.name, _decoder(hints[f.name], f.metadata.get("limit"))) for f in fields]
+    return made
+
+
+def _list_of_fields(encoders: dict[str, _Encode]) -> Callable[[Any], list[Any]]:
+    """One expression that reads all fields: it is made once and runs for every message."""
+    calls = {f"e{index}": encode for index, encode in enumerate(encoders.values())}
+    parts = [
+        f"m.{name}" if encode is _same else f"{call}(m.{name})"
+        for (name, encode), call in zip(encoders.items(), calls, strict=True)
+    ]
+    made: Callable[[Any], list[Any]] = eval(f"lambda m: [{', '.join(parts)}]", calls)
     return made
 
 
@@ -137,11 +148,20 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _array_encoder(dtype: np.dtype[Any]) -> _Encode:
+    def encode(array: Any) -> bytes:
+        if type(array) is not np.ndarray or array.dtype != dtype:
+            array = np.ascontiguousarray(array, dtype=dtype)
+        packed: bytes = array.tobytes()
+        return packed
+
+    return encode
+
+
 def _encoder(hint: Any) -> _Encode:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        dtype = np.dtype(arguments[1])
-        return lambda array: np.ascontiguousarray(array, dtype=dtype).tobytes()
+        return _array_encoder(np.dtype(arguments[1]))
     if origin is list:
         one = _encoder(arguments[0])
         return _same if one is _same else lambda items: [one(item) for item in items]
