@@ -9,6 +9,7 @@ the clock. A fixed loop of plain Python is timed beside it, since machines diffe
 """
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
@@ -19,8 +20,9 @@ import numpy as np
 from measure.figures import number, table
 from measure.machine import describe, write_json
 
+from octavo.controlplane.counters import Counters
 from octavo.controlplane.draft import Shape
-from octavo.controlplane.scheduler import Counters, Scheduler
+from octavo.controlplane.scheduler import Scheduler
 from octavo.controlplane.sequence import OrderedGroups, SequenceGroup
 from octavo.proto.plan import Plan, Result, Sampling
 from octavo.proto.session import SampleState, Submit
@@ -34,8 +36,8 @@ _LONGEST = 2048  # tokens
 class Bench:
     """A scheduler with `running` decodes, refilled with as many arrivals as there are departures."""
 
-    def __init__(self, running: int, churn: float) -> None:
-        self.running, self.churn = running, churn
+    def __init__(self, running: int, churn: float, index: bool) -> None:
+        self.running, self.churn, self.index = running, churn, index
         self.chance = random.Random(0)
         self.waiting = OrderedGroups()
         self.scheduler = Scheduler(self._shape(running), self.waiting, Counters())
@@ -54,6 +56,7 @@ class Bench:
             max_batched_tokens=slots * _PROMPT,
             prefill_chunk=_PROMPT,
             watermark=0.01,
+            prefix_caching=self.index,
         )
 
     def arrive(self, count: int) -> None:
@@ -69,7 +72,7 @@ class Bench:
                 attempt=0,
                 arrival=float(self.request),
                 priority=0,
-                prompt=int32s(range(3, 3 + _PROMPT)),
+                prompt=int32s(self.chance.choices(range(3, 40_000), k=_PROMPT)),
                 samples=[SampleState()],
                 max_tokens=length,
                 sampling=Sampling(seed=self.request, eos_token_ids=int32s([_EOS])),
@@ -103,9 +106,9 @@ class Bench:
         return Result(epoch=1, number=plan.number, rank=0, tokens=tokens).pack()
 
 
-def measure(running: int, churn: float, iterations: int) -> float:
+def measure(running: int, churn: float, index: bool, iterations: int) -> float:
     """Median over iterations of microseconds per row."""
-    bench = Bench(running, churn)
+    bench = Bench(running, churn, index)
     bench.arrive(running)
     for _ in range(5):
         bench.iterate()
@@ -131,15 +134,20 @@ def main() -> int:
     options = parser.parse_args()
     figures: list[dict[str, Any]] = []
     for running in map(int, options.sequences.split(",")):
-        for churn in (0.0, options.churn):
-            rounds = [measure(running, churn, options.iterations) for _ in range(options.rounds)]
-            figures.append({"running": running, "churn": churn, "microseconds": rounds})
+        for churn, index in itertools.product((0.0, options.churn), (False, True)):
+            rounds = [measure(running, churn, index, options.iterations) for _ in range(options.rounds)]
+            figures.append({"running": running, "churn": churn, "index": index, "microseconds": rounds})
     loop = statistics.median(calibrate() for _ in range(options.rounds))
     rows = [
-        [str(f["running"]), f"{f['churn']:.0%}", number(statistics.median(f["microseconds"]))]
+        [
+            str(f["running"]),
+            f"{f['churn']:.0%}",
+            "on" if f["index"] else "off",
+            number(statistics.median(f["microseconds"])),
+        ]
         for f in figures
     ]
-    print(table(["running", "arrive and end", "us / sequence / iteration"], rows))
+    print(table(["running", "arrive and end", "prefix index", "us / sequence / iteration"], rows))
     print(f"a step of a plain Python loop takes {loop:.1f} ns here")
     if options.json:
         report = {"figures": figures, "loop_nanoseconds": loop}

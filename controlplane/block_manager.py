@@ -1,75 +1,73 @@
-"""Who holds which KV block: reference counts, block tables, copy-on-write.
+"""Who holds which KV block: block tables, sharing, copy-on-write, swapping, prefix reuse.
 
 Tables are rows of one array, indexed by slot, so that an iteration in which n sequences need a block
 costs a few array operations and not n calls.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import numpy as np
 
-from octavo.proto.session import Pool
-from octavo.proto.wire import Int32s
+from octavo.controlplane.block_pool import BlockPool
+from octavo.controlplane.prefix import Entry, PrefixIndex
+from octavo.proto.wire import Int32s, int32s
 
 
-class OutOfBlocks(Exception):  # noqa: N818 (a condition that callers rule out, not a fault of theirs)
-    """More blocks were asked for than are free. Callers check `free_blocks` first."""
+@dataclass(frozen=True, eq=False)
+class SwappedTable:
+    """A block table in CPU memory."""
+
+    blocks: Int32s
+    computed: int  # tokens whose KV the blocks hold
 
 
-class BlockPool:
-    """Reference counts and the free list of one pool of `total` blocks."""
+@dataclass(frozen=True)
+class Usage:
+    """How well the blocks that sequences hold are used."""
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.counts = np.zeros(total, dtype=np.int32)
-        self._free = np.arange(total - 1, -1, -1, dtype=np.int32)  # a stack; low ids first
-        self.num_free = total
-
-    def take(self, count: int) -> Int32s:
-        """`count` blocks with reference count 1. Raises OutOfBlocks and takes none."""
-        if count > self.num_free:
-            raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} free")
-        self.num_free -= count
-        blocks = self._free[self.num_free : self.num_free + count].copy()
-        self.counts[blocks] = 1
-        return blocks
-
-    def share(self, blocks: Int32s) -> None:
-        """One more reference to each of these distinct blocks."""
-        self.counts[blocks] += 1
-
-    def release(self, blocks: Int32s) -> None:
-        """One reference less to each of these distinct blocks; those at count 0 become free."""
-        self.counts[blocks] -= 1
-        dead = blocks[self.counts[blocks] == 0]
-        self._free[self.num_free : self.num_free + len(dead)] = dead
-        self.num_free += len(dead)
-
-    def state(self) -> Pool:
-        return Pool(total=self.total, free=self.num_free, used=self.total - self.num_free)
-
-    def check(self, references: Int32s) -> None:
-        """Raises AssertionError unless the counts equal `references` and free = the rest."""
-        assert np.array_equal(self.counts, references), "reference counts differ from the tables"
-        free = np.sort(self._free[: self.num_free])
-        assert np.array_equal(free, np.flatnonzero(self.counts == 0)), "the free list is wrong"
+    tokens: int  # whose KV is there, shared ones counted once
+    physical: int  # blocks
+    logical: int  # entries of block tables: what it would take without sharing
 
 
 class BlockManager:
-    """Block tables of all slots over the device pool; the CPU swap pool beside it."""
+    """Block tables of all slots over the device pool; swapped tables over the CPU pool."""
 
     def __init__(
-        self, num_blocks: int, num_cpu_blocks: int, block_size: int, num_slots: int, max_len: int
-    ):
+        self,
+        num_blocks: int,
+        num_cpu_blocks: int,
+        block_size: int,
+        num_slots: int,
+        max_len: int,
+        index: PrefixIndex | None = None,
+    ) -> None:
         self.block_size = block_size
-        self.device = BlockPool(num_blocks)
+        self.index = index  # None: no prefix reuse
+        if index is None:
+            self.device = BlockPool(num_blocks)
+        else:
+            self.device = BlockPool(num_blocks, index.holds, index.forget)
         self.swap = BlockPool(num_cpu_blocks)
         # Rows are touched only as far as they are used, so the array costs address space, not memory.
         self._tables = np.zeros((num_slots, self.blocks_for(max_len)), dtype=np.int32)
         self.lengths = np.zeros(num_slots, dtype=np.int32)  # [num_slots] blocks in each table
+        self._swapped: set[SwappedTable] = set()
+        self._pins: dict[str, Int32s] = {}
+        self._chains: list[Entry | None] = [None] * num_slots  # the last block of each in the index
+        self.indexed = np.zeros(num_slots, dtype=np.int32)  # [num_slots] blocks that can be found
 
     @property
-    def free_blocks(self) -> int:
-        """Device blocks that may be taken."""
-        return self.device.num_free
+    def available(self) -> int:
+        """Device blocks that may be taken, cached ones included."""
+        return self.device.available
+
+    @property
+    def num_pinned(self) -> int:
+        """Device blocks that no sequence can have for itself."""
+        return self.device.num_pinned
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold the KV of `tokens` tokens."""
@@ -79,13 +77,15 @@ class BlockManager:
         """The block table of a slot. Do not write it."""
         return self._tables[slot, : self.lengths[slot]]
 
+    # -- growing and sharing -----------------------------------------------------------------------
+
     def allocate(self, slot: int, tokens: int, shared: Int32s) -> Int32s:
         """Gives an empty slot a table for `tokens` tokens that begins with the `shared` blocks.
 
-        Raises OutOfBlocks and changes nothing.
+        Raises OutOfBlocks.
         """
+        self.device.share(shared)  # first: a cached block that is shared must not be evicted
         fresh = self.device.take(self.blocks_for(tokens) - len(shared))
-        self.device.share(shared)
         length = len(shared) + len(fresh)
         self._tables[slot, : len(shared)] = shared
         self._tables[slot, len(shared) : length] = fresh
@@ -105,6 +105,7 @@ class BlockManager:
         self.device.share(table)
         self._tables[child, : len(table)] = table
         self.lengths[child] = len(table)
+        self._chains[child], self.indexed[child] = self._chains[parent], self.indexed[parent]
 
     def is_shared(self, slots: Int32s, indices: Int32s) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Whether others hold the block at this index of each slot's table."""
@@ -143,13 +144,182 @@ class BlockManager:
         return source, int(destination[0])
 
     def free(self, slot: int) -> None:
-        """Empties a slot's table; blocks that nobody else holds become free."""
+        """Empties a slot's table; blocks that nobody else holds become free or cached."""
         self.device.release(self.table(slot))
-        self.lengths[slot] = 0
+        self.lengths[slot] = self.indexed[slot] = 0
+        self._chains[slot] = None
+
+    # -- swapping ------------------------------------------------------------------------------------
+
+    def can_swap_out(self, slots: list[int]) -> bool:
+        """Whether the CPU pool has room for every block of these slots, shared ones counted once."""
+        return len(self._distinct(slots)) <= self.swap.available
+
+    def num_distinct(self, slots: list[int]) -> int:
+        """Blocks that these slots' tables name, shared ones counted once."""
+        return len(self._distinct(slots))
+
+    def num_held(self, slots: list[int]) -> int:
+        """Blocks that nobody but these slots holds."""
+        named = np.concatenate([int32s(), *(self.table(slot) for slot in slots)])
+        blocks, entries = np.unique(named, return_counts=True)
+        return int((self.device.counts[blocks] == entries).sum())
+
+    def _distinct(self, slots: list[int]) -> Int32s:
+        return np.unique(np.concatenate([self.table(slot) for slot in slots]))
+
+    def swap_out(self, slots: list[int], computed: list[int]) -> tuple[list[SwappedTable], Int32s]:
+        """Moves whole tables to CPU memory; what they share moves once and stays shared.
+
+        Returns:
+            The swapped tables, and the copies to make: ``[n, 2]`` of (device block, cpu block).
+        """
+        sources = self._distinct(slots)
+        destinations = self.swap.take(len(sources))
+        self.swap.counts[destinations] = 0
+        tables = []
+        for slot, tokens in zip(slots, computed, strict=True):
+            blocks = destinations[np.searchsorted(sources, self.table(slot))]
+            self.swap.counts[blocks] += 1
+            tables.append(SwappedTable(blocks, tokens))
+            self.free(slot)
+        self._swapped.update(tables)
+        return tables, np.stack([sources, destinations], axis=1)
+
+    def hits_for(self, tables: list[SwappedTable], chains: list[list[Entry]]) -> dict[int, int]:
+        """Which swapped blocks are still on the device: {cpu block: device block}.
+
+        Args:
+            chains: for each table, the index's entries for its tokens from the start.
+        """
+        hits: dict[int, int] = {}
+        for table, chain in zip(tables, chains, strict=True):
+            for block, entry in zip(table.blocks.tolist(), chain, strict=False):
+                hits[block] = entry.block
+        return hits
+
+    def swap_in_wants(self, tables: list[SwappedTable], hits: dict[int, int]) -> int:
+        """Available device blocks that `swap_in` takes."""
+        distinct = np.unique(np.concatenate([table.blocks for table in tables]))
+        return len(distinct) - len(hits) + self.device.num_cached(list(set(hits.values())))
+
+    def swap_in(self, slots: list[int], tables: list[SwappedTable], hits: dict[int, int]) -> Int32s:
+        """Moves whole tables back into these empty slots.
+
+        Returns:
+            The copies to make: ``[n, 2]`` of (cpu block, device block).
+
+        Raises:
+            OutOfBlocks: see `swap_in_wants`.
+        """
+        kept = int32s(sorted(set(hits.values())))
+        self.device.share(kept)  # first: a cached block that is wanted must not be evicted
+        distinct = np.unique(np.concatenate([table.blocks for table in tables])).tolist()
+        missing = [block for block in distinct if block not in hits]
+        fresh = self.device.take(len(missing))
+        self.device.counts[fresh] = 0
+        places = {**hits, **dict(zip(missing, fresh.tolist(), strict=True))}
+        for slot, table in zip(slots, tables, strict=True):
+            blocks = int32s([places[block] for block in table.blocks.tolist()])
+            self.device.counts[blocks] += 1
+            self._tables[slot, : len(blocks)] = blocks
+            self.lengths[slot] = len(blocks)
+            self.drop(table)
+        self.device.release(kept)
+        return np.stack([int32s(missing), fresh], axis=1)
+
+    def drop(self, table: SwappedTable) -> None:
+        """Forgets a swapped table; CPU blocks that no other one names become free."""
+        self._swapped.remove(table)
+        self.swap.release(table.blocks)
+
+    # -- prefix reuse --------------------------------------------------------------------------------
+
+    def find_prefix(self, salt: str, tokens: Int32s, limit: int) -> list[Entry]:
+        """Entries of the longest known chain of at most `limit` tokens from the start of `tokens`."""
+        if self.index is None:
+            return []
+        data = tokens[: limit // self.block_size * self.block_size].tobytes()
+        return list(self.index.walk(self.index.root(salt), data, 4 * self.block_size))
+
+    @contextmanager
+    def keeping(self, found: list[Entry]) -> Iterator[None]:
+        """Inside, these entries' blocks are not evicted: all of a group's are wanted together."""
+        blocks = int32s(sorted({entry.block for entry in found}))
+        self.device.share(blocks)
+        yield
+        self.device.release(blocks)
+
+    def start_chain(self, slot: int, salt: str, found: list[Entry]) -> None:
+        """From now on `extend_index` may be called for the slot; its table begins with `found`."""
+        if self.index is not None:
+            self._chains[slot] = found[-1] if found else self.index.root(salt)
+            self.indexed[slot] = len(found)
+
+    def extend_index(self, slot: int, tokens: Int32s) -> None:
+        """Makes the full blocks of `tokens`, from the slot's start, findable.
+
+        Their KV must be computed by a plan that has been sent.
+        """
+        entry = self._chains[slot]
+        if self.index is None or entry is None:
+            return
+        size = self.block_size
+        for number in range(int(self.indexed[slot]), len(tokens) // size):
+            data = tokens[number * size : (number + 1) * size].tobytes()
+            entry = self.index.add(entry, data, int(self._tables[slot, number]))
+        self._chains[slot], self.indexed[slot] = entry, len(tokens) // size
+
+    def pin(self, name: str, found: list[Entry]) -> None:
+        """Holds the blocks of these entries under a name until `unpin`."""
+        blocks = int32s([entry.block for entry in found])
+        self.device.share(blocks)
+        self.device.mark_pinned(blocks, True)
+        self._pins[name] = blocks
+
+    def unpin(self, name: str) -> None:
+        """Gives up what `pin` held. Raises KeyError."""
+        blocks = self._pins.pop(name)
+        still = np.concatenate([int32s(), *self._pins.values()])
+        self.device.mark_pinned(blocks[~np.isin(blocks, still)], False)
+        self.device.release(blocks)
+
+    # -- what operators see --------------------------------------------------------------------------
+
+    def usage(self, computed: Int32s) -> Usage:
+        """How well the device pool is used.
+
+        Args:
+            computed: ``[num_slots]`` tokens whose KV each slot's table holds.
+        """
+        slots = np.flatnonzero(self.lengths)
+        if not len(slots):
+            return Usage(0, 0, 0)
+        last = self._tables[slots, self.lengths[slots] - 1]
+        # Of blocks that several tables end with, the fullest counts; all others are full.
+        order = np.argsort(computed[slots] - self.lengths[slots] * self.block_size, kind="stable")
+        room = dict(zip(last[order].tolist(), order.tolist(), strict=True))
+        unused = sum(
+            int(self.lengths[slots[i]]) * self.block_size - int(computed[slots[i]])
+            for i in room.values()
+        )
+        physical = self.num_distinct(slots.tolist())
+        logical = int(self.lengths.sum())
+        return Usage(physical * self.block_size - unused, physical, logical)
+
+    # -- integrity -----------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises AssertionError unless every count equals the table entries that name the block."""
-        entries = [self.table(int(slot)) for slot in np.flatnonzero(self.lengths)]
-        named = np.concatenate(entries) if entries else np.zeros(0, dtype=np.int32)
-        self.device.check(np.bincount(named, minlength=self.device.total).astype(np.int32))
-        self.swap.check(np.zeros(self.swap.total, dtype=np.int32))
+        tables = [self.table(int(slot)) for slot in np.flatnonzero(self.lengths)]
+        self.device.check(_count([*tables, *self._pins.values()], self.device.total))
+        self.swap.check(_count([table.blocks for table in self._swapped], self.swap.total))
+        pinned = np.unique(np.concatenate([int32s(), *self._pins.values()]))
+        assert np.array_equal(pinned, np.flatnonzero(self.device.pinned)), (
+            "pins differ from their marks"
+        )
+
+
+def _count(tables: list[Int32s], total: int) -> Int32s:
+    named = np.concatenate([int32s(), *tables])
+    return np.bincount(named, minlength=total).astype(np.int32)

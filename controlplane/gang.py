@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from octavo.controlplane.draft import Shape
 from octavo.controlplane.options import ControlPlaneOptions
+from octavo.controlplane.preemption import Speeds
 from octavo.controlplane.scheduler import Scheduler
 from octavo.proto.session import GangState, Register, Reset, control_identity, data_identity
 
@@ -103,6 +104,17 @@ def shape_of(register: Register, options: ControlPlaneOptions, epoch: int) -> Sh
         max_batched_tokens=options.max_num_batched_tokens,
         prefill_chunk=options.prefill_chunk or options.max_num_batched_tokens,
         watermark=options.watermark,
+        block_bytes=block_bytes,
+        preemption=options.preemption,
+        prefix_caching=options.prefix_caching,
+    )
+
+
+def speeds_of(register: Register, block_size: int) -> Speeds:
+    """What the worker measured when it started, in blocks and tokens."""
+    return Speeds(
+        copy=register.copy_bandwidth / max(block_size * register.token_bytes, 1),
+        prefill=register.prefill_speed,
     )
 
 

@@ -1,15 +1,22 @@
 """The control plane's figures for Prometheus, read from its state when they are asked for."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
-from octavo.controlplane.scheduler import Counters
+from octavo.controlplane.counters import Counters
+from octavo.controlplane.scheduler import Scheduler
 from octavo.proto.session import Info
 
-PHASES = ("schedule", "pack", "process", "publish")
+PHASES = ("schedule", "pack", "wait", "process", "publish")
 _BUCKETS = tuple(0.0001 * 2**power for power in range(14))
 
 
@@ -26,6 +33,18 @@ class Metrics:
             buckets=_BUCKETS,
             registry=self.registry,
         )
+        self.token_share = self._gauge(
+            "octavo_kv_token_share", "Share of the held KV memory that holds tokens"
+        )
+        self.blocks_saved = self._gauge(
+            "octavo_kv_blocks_saved", "Blocks that sequences would hold more if they shared none"
+        )
+        self.oldest = Gauge(
+            "octavo_queue_oldest_seconds",
+            "Age of the oldest group in a queue",
+            ["state"],
+            registry=self.registry,
+        )
         self.phase = {phase: seconds.labels(phase) for phase in PHASES}
         self.plan_seconds = Histogram(
             "octavo_plan_seconds",
@@ -33,6 +52,20 @@ class Metrics:
             buckets=tuple(0.001 * 2**power for power in range(16)),
             registry=self.registry,
         )
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self.registry)
+
+    def look_at(self, scheduler: Scheduler) -> None:
+        """Takes in what changes with every iteration, from time to time."""
+        usage = scheduler.blocks.usage(scheduler.slots.computed)
+        held = usage.physical * scheduler.shape.block_size
+        self.token_share.set(usage.tokens / held if held else 1.0)
+        self.blocks_saved.set(usage.logical - usage.physical)
+        now = time.time()
+        for state, queue in (("waiting", scheduler.waiting), ("preempted", scheduler.preempted)):
+            first = queue.first()
+            self.oldest.labels(state).set(max(0.0, now - first.key.arrival) if first else 0.0)
 
 
 class _StateCollector(Collector):
@@ -76,12 +109,33 @@ def _gang_metrics(info: Info) -> Iterator[Metric]:
 def _counter_metrics(counters: Counters) -> Iterator[Metric]:
     yield CounterMetricFamily("octavo_plans", "Plans sent", value=counters.plans)
     preemptions = CounterMetricFamily("octavo_preemptions", "Groups preempted", labels=["kind"])
-    preemptions.add_metric(["recompute"], counters.preemptions)
+    for kind, count in counters.preemptions.items():
+        preemptions.add_metric([kind], count)
     yield preemptions
     tokens = CounterMetricFamily("octavo_scheduled_tokens", "Tokens in rows of plans", labels=["kind"])
     tokens.add_metric(["prefill"], counters.prefill_tokens)
     tokens.add_metric(["decode"], counters.decode_tokens)
     yield tokens
+    yield CounterMetricFamily(
+        "octavo_prefix_hit_tokens",
+        "Tokens whose KV was found instead of computed",
+        value=counters.prefix_hit_tokens,
+    )
+    swapped = CounterMetricFamily("octavo_swapped_blocks", "Blocks swapped", labels=["direction"])
+    swapped_bytes = CounterMetricFamily("octavo_swapped_bytes", "Bytes swapped", labels=["direction"])
+    for direction, count in counters.swapped_blocks.items():
+        swapped.add_metric([direction], count)
+        swapped_bytes.add_metric([direction], counters.swapped_bytes[direction])
+    yield swapped
+    yield swapped_bytes
+    ratio = SummaryMetricFamily(
+        "octavo_sharing_ratio", "Entries of block tables / blocks held, of each plan"
+    )
+    ratio.add_metric([], counters.sharing_ratio_count, counters.sharing_ratio_sum)
+    yield ratio
+    yield CounterMetricFamily(
+        "octavo_copied_blocks", "Blocks copied on write", value=counters.copied_blocks
+    )
     yield CounterMetricFamily(
         "octavo_cancels_freed", "Cancelled groups whose slots were freed", value=counters.cancels_freed
     )

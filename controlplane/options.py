@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from octavo.common.options import OptionError, option
+from octavo.controlplane.preemption import MODES
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,16 @@ class ControlPlaneOptions:
     pipeline_depth: int = option(2, "plans in flight: 1 or 2", minimum=1, maximum=2)
     watermark: float = option(
         0.01, "share of blocks that admission leaves free", minimum=0.0, maximum=0.5
+    )
+    preemption: str = option(
+        "auto",
+        "how a group gives way: its blocks are swapped to CPU memory, or recomputed, or whichever "
+        "costs less",
+        choices=MODES,
+    )
+    prefix_caching: bool = option(True, "reuse the blocks of prompts and answers seen before")
+    max_pinned: float = option(
+        0.5, "share of blocks that registered prefixes may pin", minimum=0.0, maximum=0.95
     )
     max_waiting_requests: int = option(4096, "requests that may wait; more are refused", minimum=1)
     max_waiting_tokens: int = option(

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo.controlplane.beam import Hypothesis
 from octavo.controlplane.sequence import Sequence, SequenceGroup
 from octavo.controlplane.slots import SlotTable
 from octavo.proto.plan import DrawLogprobs, PromptLogprobs
@@ -35,6 +36,9 @@ class Outputs:
     finishes: dict[int, list[Finish]] = field(default_factory=lambda: defaultdict(list))
     scores: dict[int, list[PromptScores]] = field(default_factory=lambda: defaultdict(list))
     started: dict[int, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
+    hypotheses: dict[int, list[tuple[SequenceGroup, int, Int32s]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # group, rank, tokens
     failures: list[tuple[SequenceGroup, str, str]] = field(default_factory=list)
     ended: list[SequenceGroup] = field(default_factory=list)
 
@@ -59,13 +63,31 @@ class Outputs:
         )
 
     def add_finish(self, sequence: Sequence, reason: str, stop_token: int | None) -> None:
-        group = sequence.group
+        self._add_finish(sequence.group, sequence.sample, reason, stop_token, None)
+
+    def add_hypotheses(self, group: SequenceGroup, hypotheses: list[Hypothesis]) -> None:
+        """The results of a beam search: the best becomes sample 0, whole and finished."""
+        for rank, hypothesis in enumerate(hypotheses):
+            self.hypotheses[group.id.gateway].append((group, rank, hypothesis.tokens))
+            reason = "stop" if hypothesis.stopped else "length"
+            stop_token = int(hypothesis.tokens[-1]) if hypothesis.stopped else None
+            self._add_finish(group, rank, reason, stop_token, hypothesis.score)
+
+    def _add_finish(
+        self,
+        group: SequenceGroup,
+        sample: int,
+        reason: str,
+        stop_token: int | None,
+        score: float | None,
+    ) -> None:
         finish = Finish(
             request=group.id.request,
             attempt=group.attempt,
-            sample=sequence.sample,
+            sample=sample,
             reason=reason,
             stop_token=stop_token,
+            score=score,
         )
         self.finishes[group.id.gateway].append(finish)
 
@@ -85,7 +107,13 @@ class Outputs:
         self.started[group.id.gateway].append((group.id.request, group.attempt, cached_tokens))
 
     def add_failure(self, group: SequenceGroup, code: str, reason: str) -> None:
-        self.failures.append((group, code, reason))
+        if group.prefix is None:
+            self.failures.append((group, code, reason))
+
+    @property
+    def ended_prefixes(self) -> list[SequenceGroup]:
+        """Ended groups that computed a registered prefix."""
+        return [group for group in self.ended if group.prefix is not None]
 
     def token_messages(self, controlplane: int) -> list[tuple[int, Tokens]]:
         """One message for each gateway that has anything to hear."""
@@ -120,6 +148,8 @@ class Outputs:
             message.started, message.started_attempts, message.cached = started.T
         if self.rows is not None:
             _fill_rows(message, self.rows, np.flatnonzero(self.rows.gateways == gateway))
+        for group, rank, tokens in self.hypotheses.get(gateway, []):
+            _append_rows(message, group, rank, tokens)
         return message
 
 
@@ -131,6 +161,20 @@ def _fill_rows(message: Tokens, rows: _Rows, mine: Any) -> None:
     message.tokens = rows.tokens[mine]
     if rows.logprobs is not None:
         message.logprobs = _select_logprobs(rows.logprobs, rows.draws[mine])
+
+
+def _append_rows(message: Tokens, group: SequenceGroup, rank: int, tokens: Int32s) -> None:
+    """All tokens of one hypothesis, behind the others."""
+    count = len(tokens)
+    columns = {
+        "requests": np.full(count, group.id.request),
+        "attempts": np.full(count, group.attempt),
+        "samples": np.full(count, rank),
+        "offsets": np.arange(count),
+        "tokens": tokens,
+    }
+    for name, column in columns.items():
+        setattr(message, name, int32s(np.concatenate([getattr(message, name), column])))
 
 
 def _select_logprobs(logprobs: DrawLogprobs, draws: Int32s) -> DrawLogprobs | None:

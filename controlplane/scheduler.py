@@ -12,57 +12,45 @@ result comes.
 
 import bisect
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
+from octavo.controlplane import preemption
+from octavo.controlplane.admission import Admission, Entrance, plan_admission
+from octavo.controlplane.beams import advance
 from octavo.controlplane.block_manager import BlockManager
-from octavo.controlplane.draft import Draft, Shape
+from octavo.controlplane.counters import Counters
+from octavo.controlplane.draft import Draft, Flight, Pending, Shape
+from octavo.controlplane.fit import Reserved, fit, longest_need
 from octavo.controlplane.outputs import Outputs
-from octavo.controlplane.sequence import NO_OUTPUTS, OrderedGroups, Sequence, SequenceGroup, State
+from octavo.controlplane.prefix import PrefixIndex
+from octavo.controlplane.sequence import OrderedGroups, Sequence, SequenceGroup, State
 from octavo.controlplane.slots import SlotTable
 from octavo.proto.plan import Admit, Plan, PromptLogprobs, Result
-from octavo.proto.wire import Int32s, ProtocolError
-
-
-@dataclass
-class _Flight:
-    """A plan that was sent and has no result yet."""
-
-    number: int
-    rows: Int32s  # slots for which tokens are drawn, in the result's order
-    generations: Int32s  # of those slots when the plan was sent
-    chunks: list[tuple[int, int]]  # (slot, generation) of each chunk
-    ending: list[Sequence]  # sequences that this plan completes without a draw
-
-
-@dataclass
-class Counters:
-    """Totals since the process started."""
-
-    plans: int = 0
-    preemptions: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    max_cancel_to_free_plans: int = 0
-    cancels_freed: int = 0
+from octavo.proto.wire import Int32s, ProtocolError, int32s
 
 
 class Scheduler:
     """Owns a gang's running and preempted groups, its slots and its blocks."""
 
-    def __init__(self, shape: Shape, waiting: OrderedGroups, counters: Counters) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        waiting: OrderedGroups,
+        counters: Counters,
+        speeds: preemption.Speeds | None = None,
+    ) -> None:
         self.waiting = waiting  # shared by all gangs
         self.counters = counters
+        self.speeds = speeds or preemption.Speeds()
         self.preempted = OrderedGroups()
         self.outputs = Outputs()
         self.running: set[SequenceGroup] = set()
-        self.reset(shape)
+        # Registered prefixes: {name: (salt, tokens)}; their full blocks are or will be pinned.
+        self.reserved: Reserved = {}
+        self._start(shape)
 
-    def reset(self, shape: Shape) -> None:
-        """A new epoch: nothing on the device counts any more; its groups are to be recomputed."""
-        for group in list(self.running):
-            self._preempt(group)
+    def _start(self, shape: Shape) -> None:
         self.shape = shape
         self.blocks = BlockManager(
             shape.num_blocks,
@@ -70,40 +58,42 @@ class Scheduler:
             shape.block_size,
             shape.num_slots,
             shape.max_model_len,
+            PrefixIndex() if shape.prefix_caching else None,
         )
         self.slots = SlotTable(shape.num_slots, shape.max_model_len)
+        self.pending = Pending()
         self._prefilling: list[Sequence] = []
-        self._in_flight: deque[_Flight] = deque()
-        self._freed_slots: list[int] = []
+        self._in_flight: deque[Flight] = deque()
         self._cancels: list[int] = []  # for each: the last plan that was done when it came
         self.next_number = 0
+
+    def reset(self, shape: Shape) -> None:
+        """A new epoch: nothing in either pool counts any more; its groups are to be recomputed."""
+        for group in list(self.running):
+            self._recompute(group, preemption.LOST)
+        for group in self.preempted:
+            self._forget_swapped(group)
+        self._start(shape)
         self._fit_all()
 
     # -- requests --------------------------------------------------------------------------------
 
     def fit(self, group: SequenceGroup) -> str | None:
         """Sets where a group must end. Returns why it could never run, or None if it can."""
-        prompt, n = len(group.prompt), len(group.sequences)
-        shape, total = self.shape, self.shape.num_blocks
-        if n > shape.num_slots:
-            return f"n: {n} samples exceed the limit of {shape.num_slots} sequences that run at once"
-        if prompt > shape.max_model_len or (prompt == shape.max_model_len and group.max_tokens):
-            return f"prompt: {prompt} tokens leave no room in a context of {shape.max_model_len} tokens"
-        if self.blocks.blocks_for(prompt) > total:
-            room = total * shape.block_size
-            return f"prompt: {prompt} tokens exceed the {room} tokens that the KV pool holds"
-        shared = prompt // shape.block_size
-        kv_room = (shared + (total - shared) // n) * shape.block_size  # tokens of each sample
-        longest = max(kv_room, prompt) + 1  # the last token needs no KV
-        group.end = min(prompt + group.max_tokens, shape.max_model_len, longest)
-        return None
+        return fit(group, self.shape, self.reserved)
+
+    def largest_need(self) -> int:
+        """Blocks of the largest accepted group when it is longest."""
+        groups = [*self.running, *self.preempted, *self.waiting]
+        needs = (longest_need(group, self.shape) for group in groups if not group.prefix)
+        return max(needs, default=0)
 
     def cancel(self, group: SequenceGroup, samples: set[int]) -> None:
         """Ends these samples (all, if empty) at once; their blocks are free for the next plan."""
         if group.state is State.RUNNING and self._any_slot(group, samples):
             self._cancels.append(self.next_number - len(self._in_flight) - 1)
         for sequence in group.live:
-            if not samples or sequence.sample in samples:
+            if not samples or sequence.sample in samples or group.search is not None:
                 self._end(sequence)
 
     def fail_running(self, code: str, reason: str) -> None:
@@ -115,7 +105,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Nothing runs, waits to come back, or is in flight."""
-        return not (self.running or self.preempted or self._in_flight or self._freed_slots)
+        return not (self.running or self.preempted or self._in_flight or self.pending.free_slots)
 
     @property
     def num_in_flight(self) -> int:
@@ -125,28 +115,31 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next plan, or None if there is nothing to run or a result must come first."""
-        rows = self._make_room()
+        draft = Draft(budget=self.shape.max_batched_tokens)
+        rows = self._make_room(draft)
         if rows is None:
             return None
-        draft = Draft(budget=self.shape.max_batched_tokens)
         self._add_decodes(draft, rows)
         self._add_prefills(draft)
-        self._admit_from(self.preempted, draft)
-        if not self.preempted:
-            self._admit_from(self.waiting, draft)
-        if not draft.has_rows and (self._in_flight or not self._freed_slots):
+        # A plan that preempts takes nobody in: what was freed is for those who stay.
+        if not draft.preempts:
+            self._admit_in_order(draft)
+        if not draft.matters and (self._in_flight or not self.pending.free_slots):
             return None
         return self._launch(draft)
 
-    def _make_room(self) -> Int32s | None:
+    def _make_room(self, draft: Draft) -> Int32s | None:
         """The decode rows, once there are blocks for all of them; None: wait for a result first."""
         while True:
             rows = self.slots.decode_rows()
-            if self._blocks_wanted(rows) <= self.blocks.free_blocks:
-                return rows
+            if self._blocks_wanted(rows) <= self.blocks.available:
+                break
             if self._in_flight:
                 return None
-            self._preempt(max(self.running, key=lambda group: group.key))
+            self._preempt(draft, max(self.running, key=lambda group: group.key))
+        if self._yield_to_priority(draft):
+            return self.slots.decode_rows()
+        return rows
 
     def _blocks_wanted(self, rows: Int32s) -> int:
         indices = self.slots.computed[rows] // self.shape.block_size
@@ -167,6 +160,8 @@ class Scheduler:
         draft.decodes = rows
         draft.budget -= len(rows)
         self.slots.computed[rows] += 1
+        # The next token of a beam depends on this plan's result.
+        self.slots.decoding[rows[self.slots.searching[rows]]] = False
         self.counters.decode_tokens += len(rows)
 
     def _copy_on_write(self, draft: Draft, slot: int, index: int) -> None:
@@ -174,6 +169,7 @@ class Scheduler:
         if copy is not None:
             draft.copies.append(copy)
             draft.entries.append((slot, index, copy[1]))
+            self.counters.copied_blocks += 1
 
     def _add_prefills(self, draft: Draft) -> None:
         for sequence in list(self._prefilling):
@@ -206,10 +202,12 @@ class Scheduler:
     def _complete_prefill(self, draft: Draft, sequence: Sequence) -> None:
         """The last chunk's row draws for the sequence, or for all samples of a fresh group."""
         group = sequence.group
-        drawing = group.live if group.is_fresh else [sequence]
+        fresh = group.is_fresh
+        sequence.group.is_prefilling = any(other.group is group for other in self._prefilling)
         if group.end == len(group.prompt):  # no output is wanted, only scores of the prompt
-            draft.ending.extend(drawing)
+            draft.ending.extend(group.live)
             return
+        drawing = group.live if fresh and group.search is None else [sequence]
         for sample in drawing:
             if sample.finished:
                 continue
@@ -217,7 +215,7 @@ class Scheduler:
             if sample is not sequence:
                 self._fork(draft, sequence, sample)
             draft.draws.append((sample.slot, len(draft.chunks) - 1))
-            self.slots.decoding[sample.slot] = True
+            self.slots.decoding[sample.slot] = group.search is None
         if sequence.finished:
             draft.done_with.append(sequence)
 
@@ -228,120 +226,205 @@ class Scheduler:
         self.slots.announced[child.slot] = True
         draft.forks.append((parent.slot, child.slot, child.sample))
 
-    # -- admission and preemption ------------------------------------------------------------------
+    # -- admission -------------------------------------------------------------------------------
 
-    def _admit_from(self, queue: OrderedGroups, draft: Draft) -> None:
-        """Admits groups in order until one does not fit or the budget is spent."""
+    def _next_in_line(self) -> SequenceGroup | None:
+        """The group that comes next; a preempted one before a waiting one unless its key is larger."""
+        firsts = [group for group in (self.preempted.first(), self.waiting.first()) if group]
+        return min(firsts, key=lambda group: group.key, default=None)
+
+    def _admit_in_order(self, draft: Draft) -> None:
+        """Admits groups until the next one does not fit or the budget is spent."""
         while draft.budget > 0:
-            group = queue.first()
-            if group is None or not self._has_room(group):
+            group = self._next_in_line()
+            if group is None or len(group.live) > self.slots.num_free:
                 return
-            queue.remove(group)
-            self._admit(draft, group)
+            admission = plan_admission(group, self.blocks)
+            if admission.wants + self._spare() > self.blocks.available:
+                return
+            self._leave_queue(group)
+            self._admit(draft, group, admission)
 
-    def _has_room(self, group: SequenceGroup) -> bool:
-        if len(group.live) > self.slots.num_free:
-            return False
-        spare = int(self.shape.watermark * self.shape.num_blocks) if self.running else 0
-        return self._admission_blocks(group) + spare <= self.blocks.free_blocks
+    def _spare(self) -> int:
+        """Blocks that admission leaves free; none when nobody runs, so that somebody can."""
+        return int(self.shape.watermark * self.shape.num_blocks) if self.running else 0
 
-    def _admission_blocks(self, group: SequenceGroup) -> int:
-        """Blocks that the group's tokens need, its next tokens included."""
-        if group.is_fresh:
-            return self.blocks.blocks_for(
-                min(len(group.prompt) + 1, max(group.end - 1, len(group.prompt)))
-            )
-        shared = self._shared_tokens(group) // self.shape.block_size
-        lengths = [len(group.prompt) + len(sequence.outputs) for sequence in group.live]
-        whole = [self.blocks.blocks_for(min(length + 1, group.end - 1)) for length in lengths]
-        return shared + sum(blocks - shared for blocks in whole)
-
-    def _shared_tokens(self, group: SequenceGroup) -> int:
-        """Tokens in the full prompt blocks that all samples of a group share."""
-        return len(group.prompt) // self.shape.block_size * self.shape.block_size
-
-    def _admit(self, draft: Draft, group: SequenceGroup) -> None:
+    def _admit(self, draft: Draft, group: SequenceGroup, admission: Admission) -> None:
         group.state = State.RUNNING
         self.running.add(group)
+        found = len(admission.entrances[0].found) * self.shape.block_size
         if not group.started:
             group.started = True
-            self.outputs.add_started(group, cached_tokens=0)
+            self.outputs.add_started(group, cached_tokens=found)
+        if group.is_swapped:
+            self._swap_in(draft, group, admission)
+            return
         if group.is_fresh:
-            self._admit_fresh(draft, group)
-        else:
-            self._admit_with_outputs(draft, group)
+            for sequence in group.live[1:]:  # they hold slots, and fork from the first
+                self.slots.take(sequence, group.prompt, computed=0)
+        if len(admission.entrances) == 1:
+            self._enter(draft, admission.entrances[0])
+            return
+        with self.blocks.keeping([e for entrance in admission.entrances for e in entrance.found]):
+            for entrance in admission.entrances:
+                self._enter(draft, entrance)
 
-    def _admit_fresh(self, draft: Draft, group: SequenceGroup) -> None:
-        """One sample prefills the prompt; the others hold slots and fork from it at its end."""
-        lead, *others = group.live
-        self._give_slot(draft, lead, group.prompt, shared=NO_OUTPUTS)
-        for sequence in others:
-            self.slots.take(sequence, group.prompt, computed=0)
-        self._start_prefill(draft, lead)
+    def _enter(self, draft: Draft, entrance: Entrance) -> None:
+        """Gives a sample its slot and blocks, and starts its prefill."""
+        sequence, size = entrance.sequence, self.shape.block_size
+        self.counters.prefix_hit_tokens += len(entrance.found) * size
+        shared = int32s([entry.block for entry in entrance.found])
+        if entrance.leader is not None:
+            assert entrance.leader.slot is not None
+            shared = self.blocks.table(entrance.leader.slot)[: entrance.led_tokens // size].copy()
+        computed = len(shared) * size
+        slot = self.slots.take(sequence, entrance.history, computed)
+        self.blocks.allocate(slot, len(entrance.history), shared)
+        self.blocks.start_chain(slot, sequence.group.cache_salt, entrance.found)
+        sequence.waits_for, sequence.waits_until = entrance.leader, entrance.led_tokens
+        sequence.target = len(entrance.history)
+        self._announce(draft, sequence, entrance.history)
+        sequence.group.is_prefilling = True
+        bisect.insort(self._prefilling, sequence, key=lambda s: (s.group.key, s.sample))
+        if draft.budget > 0:
+            self._add_chunk(draft, sequence)
 
-    def _admit_with_outputs(self, draft: Draft, group: SequenceGroup) -> None:
-        """Each sample recomputes its own tokens; full prompt blocks are computed once and shared."""
-        lead, *others = group.live
-        self._give_slot(draft, lead, group.history(lead), shared=NO_OUTPUTS)
-        self._start_prefill(draft, lead)
-        for sequence in others:
-            assert lead.slot is not None
-            tokens = self._shared_tokens(group)
-            prefix = self.blocks.table(lead.slot)[: tokens // self.shape.block_size]
-            self._give_slot(draft, sequence, group.history(sequence), shared=prefix)
-            sequence.waits_for, sequence.waits_until = lead, tokens
-            self._start_prefill(draft, sequence)
-
-    def _give_slot(self, draft: Draft, sequence: Sequence, history: Int32s, shared: Int32s) -> None:
-        group = sequence.group
-        computed = len(shared) * self.shape.block_size
-        slot = self.slots.take(sequence, history, computed)
-        blocks = self.blocks.allocate(slot, len(history), shared)
+    def _announce(self, draft: Draft, sequence: Sequence, history: Int32s) -> None:
+        """Tells the worker of a sequence's slot, as it is before this plan's rows."""
+        slot = sequence.slot
+        assert slot is not None
         self.slots.announced[slot] = True
-        sequence.target = len(history)
-        sequence.waits_for = None
+        group = sequence.group
         admit = Admit(
             slot=slot,
             tokens=history,
             prompt_len=len(group.prompt),
-            computed=computed,
-            blocks=blocks.copy(),
+            computed=int(self.slots.computed[slot]),
+            blocks=self.blocks.table(slot).copy(),
             sample=sequence.sample,
             sampling=group.sampling,
             prompt_logprobs_from=group.prompt_scores_from,
         )
         draft.admits.append(admit)
 
-    def _start_prefill(self, draft: Draft, sequence: Sequence) -> None:
-        bisect.insort(self._prefilling, sequence, key=lambda s: (s.group.key, s.sample))
-        if draft.budget > 0:
-            self._add_chunk(draft, sequence)
+    def _swap_in(self, draft: Draft, group: SequenceGroup, admission: Admission) -> None:
+        slots, tables = [], []
+        for entrance in admission.entrances:
+            table = entrance.sequence.swapped
+            assert table is not None
+            slots.append(self.slots.take(entrance.sequence, entrance.history, table.computed))
+            tables.append(table)
+        pairs = self.blocks.swap_in(slots, tables, admission.hits)
+        draft.swap_in.extend(pairs.tolist())
+        self._count_swapped("in", len(pairs))
+        self.counters.prefix_hit_tokens += len(admission.hits) * self.shape.block_size
+        for entrance in admission.entrances:
+            sequence = entrance.sequence
+            sequence.swapped = None
+            assert sequence.slot is not None
+            self.blocks.start_chain(sequence.slot, group.cache_salt, entrance.found)
+            self._announce(draft, sequence, entrance.history)
+            self.slots.decoding[sequence.slot] = True
 
-    def _preempt(self, group: SequenceGroup) -> None:
-        """Takes everything from a group; it comes back by recomputation of all its known tokens."""
+    # -- preemption --------------------------------------------------------------------------------
+
+    def _yield_to_priority(self, draft: Draft) -> bool:
+        """Preempts running groups of a lower level when the first in line has no room otherwise."""
+        first = self._next_in_line()
+        if first is None or self._in_flight or draft.preempts:
+            return False
+        lower = [g for g in self.running if g.key.priority > first.key.priority]
+        lower.sort(key=lambda group: group.key)
+        wanted = plan_admission(first, self.blocks).wants if lower else 0
+        held = sum(self.blocks.num_held(self._slots_of(group)) for group in lower)
+        slots = sum(len(group.live) for group in lower) + self.slots.num_free
+        if not lower or wanted > self.blocks.available + held or len(first.live) > slots:
+            return False
+        while lower and not self._has_place(first, wanted):
+            self._preempt(draft, lower.pop())
+        return draft.preempts
+
+    def _has_place(self, group: SequenceGroup, wanted: int) -> bool:
+        room = self.blocks.available - self._blocks_wanted(self.slots.decode_rows())
+        return wanted + self._spare() <= room and len(group.live) <= self.slots.num_free
+
+    def _slots_of(self, group: SequenceGroup) -> list[int]:
+        return [sequence.slot for sequence in group.sequences if sequence.slot is not None]
+
+    def _preempt(self, draft: Draft, group: SequenceGroup) -> None:
+        """Takes everything from a group whose tokens are all known. It comes back whole."""
+        draft.preempts = True
+        kind = preemption.choose(self.shape.preemption, group, self.blocks, self.speeds)
+        if kind == preemption.RECOMPUTE:
+            self._recompute(group, kind)
+            return
+        sequences = group.live
+        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
+        computed = self.slots.computed[slots].tolist()
+        tables, pairs = self.blocks.swap_out(slots, computed)
+        draft.swap_out.extend(pairs.tolist())
+        self._count_swapped("out", len(pairs))
+        for sequence, table in zip(sequences, tables, strict=True):
+            sequence.swapped = table
+            self._release_slot(sequence)
+        self._put_back(group, kind)
+
+    def _count_swapped(self, direction: str, blocks: int) -> None:
+        self.counters.swapped_blocks[direction] += blocks
+        self.counters.swapped_bytes[direction] += blocks * self.shape.block_bytes
+
+    def _recompute(self, group: SequenceGroup, kind: str) -> None:
         for sequence in group.sequences:
             if sequence.slot is not None:
                 self._release(sequence)
+        self._put_back(group, kind)
+
+    def _put_back(self, group: SequenceGroup, kind: str) -> None:
         self.running.discard(group)
         group.state = State.PREEMPTED
+        group.is_prefilling = False
+        if group.search is not None:
+            group.search.forget_answers()
         self.preempted.add(group)
-        self.counters.preemptions += 1
+        self.counters.preemptions[kind] += 1
+
+    def _forget_swapped(self, group: SequenceGroup) -> None:
+        for sequence in group.sequences:
+            sequence.swapped = None
 
     # -- sending and freeing ------------------------------------------------------------------------
 
     def _launch(self, draft: Draft) -> Plan:
-        plan = draft.plan(self.shape.epoch, self.next_number, self._freed_slots)
+        plan = draft.plan(self.shape.epoch, self.next_number, self.pending)
         rows = np.concatenate([draft.decodes, plan.draw_slots])
         generation = self.slots.generation
-        chunks = [(slot, int(generation[slot])) for slot, _ in draft.chunks]
-        self._in_flight.append(_Flight(plan.number, rows, generation[rows], chunks, draft.ending))
+        chunks = [self._group_in(slot) for slot, _ in draft.chunks]
+        tokens = int(plan.chunk_lengths.sum())
+        flight = Flight(plan.number, rows, generation[rows], chunks, tokens, draft.ending)
+        self._in_flight.append(flight)
         self._count_cancels(plan.number)
-        self._freed_slots.clear()
+        for _, child, _ in self.pending.forks:
+            self.slots.announced[child] = True
+        self.pending = Pending()
         self.next_number += 1
         self.counters.plans += 1
+        for slot, _ in draft.chunks:  # findable from now on: the plan that fills them is on its way
+            self.blocks.extend_index(slot, self.slots.tokens(slot)[: self.slots.computed[slot]])
         for sequence in draft.done_with:
             self._release(sequence)
+        self._count_sharing()
         return plan
+
+    def _count_sharing(self) -> None:
+        held = self.blocks.device.total - self.blocks.available
+        if held:
+            self.counters.sharing_ratio_sum += int(self.blocks.lengths.sum()) / held
+            self.counters.sharing_ratio_count += 1
+
+    def _group_in(self, slot: int) -> SequenceGroup:
+        sequence = self.slots.sequences[slot]
+        assert sequence is not None
+        return sequence.group
 
     def _count_cancels(self, number: int) -> None:
         """Notes how many plans ran between each cancel and the plan that frees its slots."""
@@ -353,19 +436,27 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Frees a sequence's slot and blocks: for the next plan, which runs after those in flight."""
-        slot = sequence.slot
-        assert slot is not None
+        assert sequence.slot is not None
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
-        self.blocks.free(slot)
+        self.blocks.free(sequence.slot)
+        self._release_slot(sequence)
+
+    def _release_slot(self, sequence: Sequence) -> None:
+        slot = sequence.slot
+        assert slot is not None
         if self.slots.announced[slot]:
-            self._freed_slots.append(slot)
+            self.pending.free_slots[slot] = None
+        self.pending.drop(slot)
         self.slots.release(slot)
 
     def _end(self, sequence: Sequence) -> None:
         """Finishes a sequence, and its group with the last one."""
         sequence.finished = True
         group = sequence.group
+        if sequence.swapped is not None:
+            self.blocks.drop(sequence.swapped)
+            sequence.swapped = None
         if sequence.slot is not None and not self._is_needed(sequence):
             self._release(sequence)
         if group.live:
@@ -398,12 +489,16 @@ class Scheduler:
             ProtocolError: it is not that plan's result; the gang must be reset.
         """
         flight = self._match(result)
+        self.speeds.observe_prefill(flight.chunk_tokens, result.timings.forward)
         current = self.slots.generation[flight.rows] == flight.generations
-        draws = np.flatnonzero(current).astype(np.int32)
+        draws = np.flatnonzero(current & ~self.slots.searching[flight.rows]).astype(np.int32)
+        if result.candidates is not None:
+            self._take_candidates(flight, result, current)
         rows, tokens = flight.rows[draws], result.tokens[draws]
         self.outputs.add_tokens(self.slots, rows, tokens, draws, result.draw_logprobs)
         self._take_prompt_scores(flight, result.prompt_logprobs)
         self.slots.append(rows, tokens)
+        self._index_generated(rows)
         self._finish_rows(rows, tokens)
         for sequence in flight.ending:
             if not sequence.finished:
@@ -415,7 +510,7 @@ class Scheduler:
         outputs, self.outputs = self.outputs, Outputs()
         return outputs
 
-    def _match(self, result: Result) -> _Flight:
+    def _match(self, result: Result) -> Flight:
         if not self._in_flight or result.number != self._in_flight[0].number:
             raise ProtocolError(f"result.number: {result.number} is not the oldest plan in flight")
         flight = self._in_flight[0]
@@ -423,16 +518,48 @@ class Scheduler:
             raise ProtocolError(f"result.tokens: {len(result.tokens)} for {len(flight.rows)} draws")
         return self._in_flight.popleft()
 
-    def _take_prompt_scores(self, flight: _Flight, parts: list[PromptLogprobs]) -> None:
+    def _index_generated(self, rows: Int32s) -> None:
+        """Makes blocks findable that generation has filled, for the next turn of a chat."""
+        if self.blocks.index is None:
+            return
+        there = np.minimum(self.slots.known[rows], self.slots.computed[rows])
+        full = there // self.shape.block_size > self.blocks.indexed[rows]
+        for slot, tokens in zip(rows[full].tolist(), there[full].tolist(), strict=True):
+            self.blocks.extend_index(slot, self.slots.tokens(slot)[:tokens])
+
+    def _take_candidates(self, flight: Flight, result: Result, current: Int32s) -> None:
+        """Hands the answers of beams to their searches, and steps those that have them all."""
+        answers = result.candidates
+        assert answers is not None
+        ends = np.cumsum(answers.counts)
+        groups: dict[SequenceGroup, None] = {}
+        for draw, count, end in zip(answers.draws.tolist(), answers.counts.tolist(), ends, strict=True):
+            if not 0 <= draw < len(flight.rows):
+                raise ProtocolError("result.candidates.draws: out of range")
+            sequence = self.slots.sequences[flight.rows[draw]] if current[draw] else None
+            if sequence is None or sequence.group.search is None:
+                continue
+            part = slice(int(end) - count, int(end))
+            sequence.group.search.answer(sequence.sample, answers.ids[part], answers.logprobs[part])
+            groups[sequence.group] = None
+        for group in groups:
+            if advance(group, self.slots, self.blocks, self.pending):
+                self._finish_search(group)
+
+    def _finish_search(self, group: SequenceGroup) -> None:
+        assert group.search is not None
+        self.outputs.add_hypotheses(group, group.search.finished)
+        for sequence in group.live:
+            self._end(sequence)
+
+    def _take_prompt_scores(self, flight: Flight, parts: list[PromptLogprobs]) -> None:
         for part in parts:
             if not 0 <= part.chunk < len(flight.chunks):
                 raise ProtocolError("result.prompt_logprobs.chunk: out of range")
-            slot, generation = flight.chunks[part.chunk]
-            sequence = self.slots.sequences[slot]
-            if sequence is None or self.slots.generation[slot] != generation:
-                continue
-            self.outputs.add_prompt_scores(sequence.group, part)
-            sequence.group.prompt_scores_from = part.start + len(part.logprobs)
+            group = flight.chunks[part.chunk]
+            if group.state is not State.FINISHED:
+                self.outputs.add_prompt_scores(group, part)
+                group.prompt_scores_from = part.start + len(part.logprobs)
 
     def _finish_rows(self, rows: Int32s, tokens: Int32s) -> None:
         stopped = self.slots.stopped(rows, tokens)
@@ -446,10 +573,11 @@ class Scheduler:
                 self._finish(sequence, "length", None)
 
     def _finish(self, sequence: Sequence, reason: str, stop_token: int | None) -> None:
-        self.outputs.add_finish(sequence, reason, stop_token)
+        if sequence.group.prefix is None:
+            self.outputs.add_finish(sequence, reason, stop_token)
         self._end(sequence)
 
-    # -- integrity ------------------------------------------------------------------------------
+    # -- integrity --------------------------------------------------------------------------
 
     def _any_slot(self, group: SequenceGroup, samples: set[int]) -> bool:
         return any(
@@ -475,5 +603,7 @@ class Scheduler:
         for queue, state in ((self.waiting, State.WAITING), (self.preempted, State.PREEMPTED)):
             assert all(group.state is state for group in queue), f"a {state.value} group is elsewhere"
         assert all(group.state is State.RUNNING for group in self.running)
+        assert not any(sequence.swapped for group in self.running for sequence in group.sequences)
         if not self.running:
-            assert self.blocks.free_blocks == self.blocks.device.total, "blocks are held by nobody"
+            held_blocks = self.blocks.device.total - self.blocks.available
+            assert held_blocks == self.blocks.num_pinned, "blocks are held by nobody"

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.proto.plan import Sampling
+from octavo.controlplane.beam import BeamSearch
+from octavo.controlplane.block_manager import SwappedTable
+from octavo.proto.plan import Beams, Sampling
 from octavo.proto.session import Submit
 from octavo.proto.wire import Int32s, int32s
 
@@ -50,6 +52,7 @@ class Sequence:
     waits_for: "Sequence | None" = None
     waits_until: int = 0
     finished: bool = False
+    swapped: SwappedTable | None = None  # its blocks in CPU memory
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +70,10 @@ class SequenceGroup:
     end: int = 0  # tokens, prompt included, at which every sample stops; set when the pool is known
     prompt_scores_from: int = 0  # prompt log-probabilities before this position have been delivered
     started: bool = False  # its first row has been planned, ever
+    is_prefilling: bool = False  # some sample has tokens to compute before it can draw
+    cache_salt: str = ""
+    search: BeamSearch | None = None  # of a beam search; the live samples are its beams, in order
+    prefix: str | None = None  # the name under which the prompt's full blocks are to be pinned
 
     @classmethod
     def from_submit(cls, submit: Submit, serial: int) -> "SequenceGroup":
@@ -77,11 +84,22 @@ class SequenceGroup:
             prompt=submit.prompt,
             max_tokens=submit.max_tokens,
             sampling=submit.sampling,
+            cache_salt=submit.cache_salt,
         )
         for sample, state in enumerate(submit.samples):
             sequence = Sequence(group, sample, state.tokens, finished=state.finish != "")
             group.sequences.append(sequence)
+        if submit.beams is not None:
+            group.start_search(submit.beams)
         return group
+
+    def start_search(self, beams: Beams) -> None:
+        """Makes the samples the beams of one search."""
+        sampling = self.sampling
+        eos = () if sampling.ignore_eos else sampling.eos_token_ids.tolist()
+        stops = frozenset([*eos, *sampling.stop_token_ids.tolist()])
+        self.search = BeamSearch(beams, len(self.sequences), self.max_tokens, stops)
+        sampling.candidates = self.search.num_candidates
 
     @property
     def live(self) -> list[Sequence]:
@@ -92,6 +110,11 @@ class SequenceGroup:
     def is_fresh(self) -> bool:
         """Whether no sample has an output yet: one prefill then serves them all."""
         return not any(len(sequence.outputs) for sequence in self.sequences)
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether its blocks are in CPU memory."""
+        return any(sequence.swapped is not None for sequence in self.sequences)
 
     @property
     def wants_prompt_scores(self) -> bool:

@@ -13,13 +13,15 @@ import uvloop
 import zmq
 
 from octavo.common.probes import ProbeServer
-from octavo.controlplane.gang import Gang, Rank, RankRefused, shape_of
+from octavo.controlplane.counters import Counters
+from octavo.controlplane.gang import Gang, Rank, RankRefused, shape_of, speeds_of
 from octavo.controlplane.gateways import Gateway
 from octavo.controlplane.metrics import Metrics
 from octavo.controlplane.options import ControlPlaneOptions
 from octavo.controlplane.outputs import Outputs
+from octavo.controlplane.pins import PrefixRefused, PrefixRegistry
 from octavo.controlplane.reception import Reception, Refusal
-from octavo.controlplane.scheduler import Counters, Scheduler
+from octavo.controlplane.scheduler import Scheduler
 from octavo.controlplane.sockets import RouterSocket, Unreachable
 from octavo.proto.plan import Fault, Result
 from octavo.proto.session import (
@@ -30,17 +32,21 @@ from octavo.proto.session import (
     Hello,
     Info,
     InfoQuery,
+    Pin,
+    Pins,
+    PinsQuery,
     Ready,
     Refused,
     Register,
     Submit,
+    Unpin,
     Welcome,
     WorkerBeat,
     WorkerBye,
     control_identity,
     gateway_identity,
 )
-from octavo.proto.wire import Message, ProtocolError, unpack
+from octavo.proto.wire import Int32s, Message, ProtocolError, unpack
 
 log = logging.getLogger("octavo.controlplane")
 
@@ -56,10 +62,12 @@ class ControlPlane:
         self.incarnation = secrets.randbits(63)
         self.counters = Counters()
         self.reception = Reception(options)
+        self.prefixes = PrefixRegistry(self.reception.waiting, options.max_pinned)
         # Epochs of a later control plane must be larger than ours, whenever it starts.
         self.gang = Gang(number=0, epoch=time.time_ns() // 1_000_000)
         self.refused = {"worker": 0, "gateway": 0}
         self.metrics = Metrics(self.info, self.counters, self.refused)
+        self._pumped_at = time.perf_counter()
         self._context = zmq.Context()
         bind = f"tcp://{options.controlplane_bind}"
         self.workers = RouterSocket(
@@ -141,6 +149,8 @@ class ControlPlane:
             gang.scheduler = Scheduler(shape, self.reception.waiting, self.counters)
         else:
             gang.scheduler.reset(shape)
+        gang.scheduler.speeds = speeds_of(rank.register, shape.block_size)
+        self._answer_pins(self.prefixes.recompute(gang.scheduler))
         self._send_worker(rank.control, gang.reset_message(self.incarnation))
         self._publish(gang.scheduler.take_outputs())
         log.info(
@@ -177,6 +187,7 @@ class ControlPlane:
         if not gang.ready or result.epoch != gang.epoch:
             return
         started = time.perf_counter()
+        self.metrics.phase["wait"].observe(started - self._pumped_at)
         try:
             outputs = gang.scheduler.process(result)
         except ProtocolError as error:
@@ -210,6 +221,7 @@ class ControlPlane:
         gang.plan_sent_at.clear()
         if gang.scheduler is not None:
             gang.scheduler.reset(gang.scheduler.shape)
+            self._answer_pins(self.prefixes.recompute(gang.scheduler))
         self._welcome_all()
 
     def _send_worker(self, identity: bytes, message: Message) -> None:
@@ -222,7 +234,9 @@ class ControlPlane:
 
     def _on_gateway_frame(self, identity: bytes, frame: bytes) -> None:
         try:
-            message = unpack(frame, Submit, Cancel, GatewayBeat, Hello, InfoQuery)
+            message = unpack(
+                frame, Submit, Cancel, GatewayBeat, Hello, InfoQuery, Pin, Unpin, PinsQuery
+            )
             self._on_gateway_message(identity, message)
         except ProtocolError as error:
             self._refuse_frame("gateway", error)
@@ -236,7 +250,7 @@ class ControlPlane:
                 info = self.info()
                 info.query = message.query
                 self._send_gateway(identity, info)
-            case Submit() | Cancel() | GatewayBeat():
+            case Submit() | Cancel() | GatewayBeat() | Pin() | Unpin() | PinsQuery():
                 _check_identity(identity, gateway_identity(message.gateway))
                 gateway = self.reception.gateways.get(message.gateway)
                 if gateway is None:
@@ -246,8 +260,10 @@ class ControlPlane:
                 gateway.last_seen = time.monotonic()
                 self._on_request_message(gateway, message)
 
-    def _on_request_message(self, gateway: Gateway, message: Submit | Cancel | GatewayBeat) -> None:
+    def _on_request_message(self, gateway: Gateway, message: Message) -> None:
         match message:
+            case Pin() | Unpin() | PinsQuery():
+                self._on_prefix_message(gateway, message)
             case Submit():
                 self._on_submit(gateway, message)
             case Cancel():
@@ -266,6 +282,29 @@ class ControlPlane:
                 )
                 self._send_gateway(gateway.identity, answer)
 
+    def _on_prefix_message(self, gateway: Gateway, message: Pin | Unpin | PinsQuery) -> None:
+        try:
+            answer = self._answer_prefix_message(message)
+        except PrefixRefused as refusal:
+            answer = Pins(query=message.query, code=refusal.code, reason=refusal.reason)
+        if answer is not None:
+            self._send_gateway(gateway.identity, answer)
+
+    def _answer_prefix_message(self, message: Pin | Unpin | PinsQuery) -> Pins | None:
+        """The answer, or None where it follows once the prefix is computed."""
+        if isinstance(message, PinsQuery):
+            return Pins(query=message.query, pins=self.prefixes.states(self.scheduler))
+        if isinstance(message, Unpin):
+            self._answer_pins(self.prefixes.unregister(message.name, self.scheduler))
+            return Pins(query=message.query)
+        if self.scheduler is None or not self.gang.ready:
+            raise PrefixRefused("UNAVAILABLE", "no worker is ready to compute a prefix; retry later")
+        try:
+            self._check_tokens(message.tokens)
+        except Refusal as refusal:
+            raise PrefixRefused(refusal.code, refusal.reason) from refusal
+        return self.prefixes.register(message, self.scheduler)
+
     def _on_hello(self, hello: Hello) -> None:
         rank = self.gang.rank
         if rank is not None and rank.register.model.digest != hello.model_digest:
@@ -282,7 +321,7 @@ class ControlPlane:
 
     def _on_submit(self, gateway: Gateway, submit: Submit) -> None:
         try:
-            self._check_tokens(submit)
+            self._check_tokens(submit.prompt)
             self.reception.submit(gateway, submit, self.scheduler)
         except Refusal as refusal:
             failure = Failure(
@@ -294,13 +333,13 @@ class ControlPlane:
             )
             self._send_gateway(gateway.identity, failure)
 
-    def _check_tokens(self, submit: Submit) -> None:
+    def _check_tokens(self, prompt: Int32s) -> None:
         rank = self.gang.rank
-        if rank is None or not len(submit.prompt):
+        if rank is None or not len(prompt):
             return
         vocab_size = rank.register.model.vocab_size
-        if int(submit.prompt.max()) >= vocab_size:
-            raise Refusal("INVALID_ARGUMENT", f"prompt: a token id is not below {vocab_size}")
+        if int(prompt.max()) >= vocab_size or int(prompt.min()) < 0:
+            raise Refusal("INVALID_ARGUMENT", f"prompt: a token id is not in [0, {vocab_size})")
 
     def _welcome(self) -> Welcome:
         welcome = Welcome(
@@ -323,6 +362,12 @@ class ControlPlane:
             self._send_gateway(gateway_identity(incarnation), failure)
         for group in outputs.ended:
             self.reception.gateways.forget(group.id, group)
+        if outputs.ended_prefixes and self.scheduler is not None:
+            self._answer_pins(self.prefixes.computed(outputs.ended_prefixes, self.scheduler))
+
+    def _answer_pins(self, answers: list[tuple[int, Pins]]) -> None:
+        for incarnation, pins in answers:
+            self._send_gateway(gateway_identity(incarnation), pins)
 
     def _send_gateway(self, identity: bytes, message: Message) -> None:
         try:
@@ -341,8 +386,8 @@ class ControlPlane:
         while gang.ready and gang.scheduler.num_in_flight < self.options.pipeline_depth:
             if not self._send_plan(gang, gang.scheduler):
                 break
-        outputs = gang.scheduler.take_outputs()
-        self._publish(outputs)
+        self._publish(gang.scheduler.take_outputs())
+        self._pumped_at = time.perf_counter()
 
     def _send_plan(self, gang: Gang, scheduler: Scheduler) -> bool:
         started = time.perf_counter()
@@ -371,8 +416,10 @@ class ControlPlane:
             self.reception.drop_gateway(gateway, self.scheduler)
         self._judge_worker()
         self._pump()
-        if self.scheduler is not None and self.scheduler.is_idle:
-            self.scheduler.check()
+        if self.scheduler is not None:
+            self.metrics.look_at(self.scheduler)
+            if self.scheduler.is_idle:
+                self.scheduler.check()
 
     def _judge_worker(self) -> None:
         gang, now = self.gang, time.monotonic()

@@ -29,6 +29,7 @@ class SlotTable:
         self.generation = _ints(num_slots)
         self.announced = np.zeros(num_slots, dtype=np.bool_)  # the worker knows that the slot is taken
         self.decoding = np.zeros(num_slots, dtype=np.bool_)
+        self.searching = np.zeros(num_slots, dtype=np.bool_)  # a beam: gets candidates, not tokens
         self.computed = _ints(num_slots)
         self.known = _ints(num_slots)
         self.end = _ints(num_slots)
@@ -61,6 +62,7 @@ class SlotTable:
         self.gateway[slot], self.request[slot] = group.id
         self.attempt[slot] = group.attempt
         self.sample[slot] = sequence.sample
+        self.searching[slot] = group.search is not None
         eos = () if sampling.ignore_eos else tuple(sampling.eos_token_ids)
         self._set_stops(slot, (*eos, *sampling.stop_token_ids))
         return slot
@@ -82,6 +84,12 @@ class SlotTable:
         self.generation[slot] += 1
         self.stop_sets.pop(slot, None)
         self._free.append(slot)
+
+    def copy(self, parent: int, child: int) -> None:
+        """Gives a slot the tokens of another one of its group."""
+        known = self.known[parent]
+        self._tokens[child, :known] = self._tokens[parent, :known]
+        self.known[child], self.computed[child] = known, self.computed[parent]
 
     def tokens(self, slot: int) -> Int32s:
         """The known tokens of a slot."""

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 from toy_worker import ToyWorker, expected_outputs
 
-from octavo.controlplane.draft import Shape
+from octavo.controlplane.counters import Counters
+from octavo.controlplane.draft import Draft, Shape
 from octavo.controlplane.outputs import Outputs
-from octavo.controlplane.scheduler import Counters, Scheduler
+from octavo.controlplane.scheduler import Scheduler
 from octavo.controlplane.sequence import OrderedGroups, SequenceGroup
 from octavo.proto.plan import Sampling
 from octavo.proto.session import Finish, SampleState, Submit
@@ -28,6 +29,8 @@ def shape(**changes: object) -> Shape:
         "max_batched_tokens": 16,
         "prefill_chunk": 6,
         "watermark": 0.01,
+        "preemption": "recompute",
+        "prefix_caching": False,
     }
     return Shape(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -56,6 +59,7 @@ class Told:
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     finishes: dict[int, Finish] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
+    cached: int = 0
     failure: tuple[str, str] | None = None
 
 
@@ -112,6 +116,13 @@ class Driver:
         self._hear(self.scheduler.take_outputs())
         self.worker = ToyWorker(gang)
 
+    def force_preemption(self, request: int) -> None:
+        """Preempts a running group as a shortage would, and lets the worker hear of it."""
+        draft = Draft(budget=0)
+        self.scheduler._preempt(draft, self.groups[request])
+        plan = self.scheduler._launch(draft)
+        self._hear(self.scheduler.process(self.worker.run(plan.pack())))
+
     def cancel(self, request: int, samples: set[int] | None = None) -> None:
         self.scheduler.cancel(self.groups[request], samples or set())
         self._hear(self.scheduler.take_outputs())
@@ -119,13 +130,18 @@ class Driver:
     def check_idle(self) -> None:
         """Nothing is held by anyone."""
         assert self.scheduler.is_idle and not self.waiting
-        assert self.scheduler.blocks.free_blocks == self.scheduler.blocks.device.total
+        for pool in (self.scheduler.blocks.device, self.scheduler.blocks.swap):
+            state = pool.state()
+            assert state.free + state.cached + state.pinned == state.total
         assert not self.worker.slots, "the worker still holds slots"
 
     def check_answer(self, request: Submit, end: int | None = None) -> None:
         """Each sample got exactly the tokens of an undisturbed run, and the right end."""
         told = self.told[request.request]
         sampling = request.sampling
+        if request.beams is not None:
+            self._check_search(request, end)
+            return
         end = end if end is not None else len(request.prompt) + request.max_tokens
         stops = set(sampling.stop_token_ids.tolist())
         stops |= set() if sampling.ignore_eos else set(sampling.eos_token_ids.tolist())
@@ -137,6 +153,16 @@ class Driver:
             assert told.finishes[sample].reason == ("stop" if stopped else "length")
             assert told.finishes[sample].stop_token == (wanted[-1] if stopped else None)
 
+    def _check_search(self, request: Submit, end: int | None) -> None:
+        """A beam search gives what it gives alone, with a pool that is large enough."""
+        told = self.told[request.request]
+        alone = Driver(shape(num_blocks=200, max_model_len=end or 48, num_slots=16), depth=1)
+        assert alone.add(request) is None
+        alone.run()
+        wanted = alone.told[request.request]
+        assert told.tokens == wanted.tokens
+        assert told.finishes == wanted.finishes and len(told.finishes) == len(request.samples)
+
     def _hear(self, outputs: Outputs) -> None:
         for gateway, message in outputs.token_messages(controlplane=1):
             assert gateway == GATEWAY
@@ -146,6 +172,8 @@ class Driver:
                 before = len(self.groups[int(request)].sequences[int(sample)].outputs)
                 assert int(offset) >= len(tokens) or before, "a token came twice"
                 tokens.append(int(token))
+            for number, cached in zip(message.started.tolist(), message.cached.tolist(), strict=True):
+                self.told[number].cached = cached
             for finish in message.finishes:
                 assert finish.sample not in self.told[finish.request].finishes, "finished twice"
                 self.told[finish.request].finishes[finish.sample] = finish

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from octavo.controlplane.draft import Shape
-from octavo.proto.plan import Admit, Plan, PromptLogprobs, Result, Sampling
+from octavo.proto.plan import Admit, Candidates, Plan, PromptLogprobs, Result, Sampling, Timings
 from octavo.proto.wire import float32s, int32s
 
 VOCAB = 50
@@ -21,6 +21,15 @@ def next_token(history: list[int], sampling: Sampling, sample: int) -> int:
     """The token that follows `history`, by decree."""
     text = bytes(str((history, sampling.seed, sample)), "ascii")
     return zlib.crc32(text) % VOCAB
+
+
+def best_continuations(history: list[int], sampling: Sampling) -> list[tuple[int, float]]:
+    """The best tokens after `history` and their log-probabilities, by decree."""
+    chance = np.random.default_rng(zlib.crc32(bytes(str((history, sampling.seed)), "ascii")))
+    logits = chance.normal(size=VOCAB) * 2
+    logprobs = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+    best = np.argsort(-logprobs, kind="stable")[: sampling.candidates]
+    return [(int(token), float(logprobs[token])) for token in best]
 
 
 def expected_outputs(
@@ -56,6 +65,7 @@ class ToyWorker:
 
     def __post_init__(self) -> None:
         self.pool = np.full((self.shape.num_blocks, self.shape.block_size), -1)
+        self.swap = np.full((self.shape.num_cpu_blocks, self.shape.block_size), -1)
 
     def run(self, frame: bytes) -> Result:
         plan = Plan.unpack(frame)
@@ -70,12 +80,20 @@ class ToyWorker:
         sources, destinations = plan.copies[0::2].tolist(), plan.copies[1::2].tolist()
         assert not set(sources) & set(destinations), "a copy reads what another writes"
         assert len(set(destinations)) == len(destinations)
+        arrived = plan.swap_in[1::2].tolist()
+        assert len({*arrived, *destinations}) == len(arrived) + len(destinations)
+        stored, fetched = plan.swap_out[1::2].tolist(), plan.swap_in[0::2].tolist()
+        assert len(set(stored)) == len(stored) and not set(stored) & set(fetched)
         assert len(set(plan.free_slots.tolist())) == len(plan.free_slots)
         assert len(plan.decode_slots) + plan.chunk_lengths.sum() <= self.shape.max_batched_tokens
         rows = plan.decode_slots.tolist() + plan.chunk_slots.tolist()
         assert len(set(rows)) == len(rows), "a slot has two rows"
 
     def _apply(self, plan: Plan) -> None:
+        for block, cpu_block in plan.swap_out.reshape(-1, 2).tolist():
+            self.swap[cpu_block] = self.pool[block]
+        for cpu_block, block in plan.swap_in.reshape(-1, 2).tolist():
+            self.pool[block] = self.swap[cpu_block]
         for source, destination in plan.copies.reshape(-1, 2).tolist():
             self.pool[destination] = self.pool[source]
         for slot in plan.free_slots.tolist():
@@ -99,6 +117,8 @@ class ToyWorker:
         for slot, index, block in entries:
             table = self.slots[int(slot)].table
             table[int(index) : int(index) + 1] = [int(block)]
+        for slot, token in zip(plan.push_slots.tolist(), plan.push_tokens.tolist(), strict=True):
+            self.slots[slot].tokens.append(token)
 
     def _slot(self, admit: Admit) -> _Slot:
         return _Slot(
@@ -119,19 +139,46 @@ class ToyWorker:
         for slot, length in rows:  # every write comes before every read
             self._write(slot, length, written)
         scores = self._prompt_scores(plan, starts)
-        tokens = [self._draw(slot, slot) for slot in plan.decode_slots.tolist()]
         chunks = plan.chunk_slots.tolist()
+        draws = [(slot, slot) for slot in plan.decode_slots.tolist()]
         for slot, chunk in zip(plan.draw_slots.tolist(), plan.draw_chunks.tolist(), strict=True):
             self.slots[slot].computed = self.slots[chunks[chunk]].computed
-            tokens.append(self._draw(chunks[chunk], slot))
-        for slot, token in zip([*plan.decode_slots, *plan.draw_slots], tokens, strict=True):
-            self.slots[int(slot)].tokens.append(token)
+            draws.append((chunks[chunk], slot))
+        tokens, candidates = self._draw_all(draws)
         return Result(
             epoch=plan.epoch,
             number=plan.number,
             rank=0,
             tokens=int32s(tokens),
+            candidates=candidates,
             prompt_logprobs=scores,
+            timings=Timings(forward=0.01),
+        )
+
+    def _draw_all(self, draws: list[tuple[int, int]]) -> tuple[list[int], Candidates | None]:
+        tokens: list[int] = []
+        asked: list[int] = []
+        ids: list[int] = []
+        logprobs: list[float] = []
+        for index, (row, slot) in enumerate(draws):
+            state, read = self.slots[slot], self._read(row)
+            assert read == self.slots[row].tokens[: self.slots[row].computed], "the cache is wrong"
+            if not state.sampling.candidates:
+                tokens.append(next_token(read, state.sampling, state.sample))
+                continue
+            best = best_continuations(read, state.sampling)
+            tokens.append(best[0][0])
+            asked.append(index)
+            ids += [token for token, _ in best]
+            logprobs += [logprob for _, logprob in best]
+        for index, (_, slot) in enumerate(draws):
+            if index not in asked:
+                self.slots[slot].tokens.append(tokens[index])
+        if not asked:
+            return tokens, None
+        counts = [self.slots[draws[index][1]].sampling.candidates for index in asked]
+        return tokens, Candidates(
+            draws=int32s(asked), counts=int32s(counts), ids=int32s(ids), logprobs=float32s(logprobs)
         )
 
     def _write(self, slot: int, length: int, written: dict[tuple[int, int], tuple[int, ...]]) -> None:
@@ -147,13 +194,6 @@ class ToyWorker:
         state = self.slots[slot]
         blocks = self.pool[state.table].reshape(-1)
         return [int(token) for token in blocks[: state.computed]]
-
-    def _draw(self, row: int, slot: int) -> int:
-        state, read = self.slots[slot], self._read(row)
-        assert read == self.slots[row].tokens[: self.slots[row].computed], (
-            "the cache holds other tokens"
-        )
-        return next_token(read, state.sampling, state.sample)
 
     def _prompt_scores(self, plan: Plan, starts: dict[int, int]) -> list[PromptLogprobs]:
         scores = []
