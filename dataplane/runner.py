@@ -55,7 +55,8 @@ class Runner:
             result = self._sample(plan, logits, drawn)
             result.prompt_logprobs = self._score(to_score, ranges)
             self._advance(plan)
-            self._slots.append(drawn, result.tokens)
+            own = self._slots.draws.candidates[drawn] == 0  # the others get theirs with a later plan
+            self._slots.append(drawn[own], result.tokens[own])
         result.rank, result.timings = rank, timings
         return result
 
@@ -77,6 +78,7 @@ class Runner:
         entries = (plan.table_slots, plan.table_indices, plan.table_blocks)
         for slot, index, block in zip(*(part.tolist() for part in entries), strict=True):
             self._slots.set_block(slot, index, block)
+        self._slots.push(plan.push_slots, plan.push_tokens)
 
     # -- execute --------------------------------------------------------------------------------
 
@@ -110,6 +112,7 @@ class Runner:
         if len(drawn):
             draws = draw(logits, self._slots, drawn, self._kernels)
             result.tokens, result.draw_logprobs = draws.tokens, draws.logprobs
+            result.candidates = draws.candidates
         result.digest = zlib.crc32(result.tokens.tobytes())
         return result
 

@@ -10,7 +10,7 @@ from octavo.dataplane.slots import Ints, Slots
 from octavo.kernels.reference import sampling as ops
 from octavo.kernels.reference.sampling import DrawParams
 from octavo.kernels.table import Kernels
-from octavo.proto.plan import DrawLogprobs, Sampling
+from octavo.proto.plan import Candidates, DrawLogprobs, Sampling
 from octavo.proto.wire import Int32s, float32s, int32s
 
 
@@ -20,6 +20,7 @@ class Draws:
 
     tokens: Int32s
     logprobs: DrawLogprobs | None
+    candidates: Candidates | None
 
 
 def draw(logits: Tensor, slots: Slots, drawn: Ints, kernels: Kernels) -> Draws:
@@ -29,7 +30,10 @@ def draw(logits: Tensor, slots: Slots, drawn: Ints, kernels: Kernels) -> Draws:
         logits: ``[num_draws, vocab_size]`` float32, row i for ``drawn[i]``; left as they are.
     """
     tokens = logits.argmax(dim=1)
-    special = np.flatnonzero(slots.draws.edits[drawn] | (slots.draws.temperature[drawn] > 0))
+    searching = slots.draws.candidates[drawn] > 0
+    special = np.flatnonzero(
+        ~searching & (slots.draws.edits[drawn] | (slots.draws.temperature[drawn] > 0))
+    )
     if len(special):
         rows = torch.from_numpy(special).to(logits.device)
         own = logits[rows]  # a copy: reported log-probabilities are of the raw logits
@@ -38,7 +42,36 @@ def draw(logits: Tensor, slots: Slots, drawn: Ints, kernels: Kernels) -> Draws:
         tokens[rows] = kernels.sample(own, params)
     asked = np.flatnonzero(slots.draws.wants_logprobs[drawn])
     logprobs = _logprobs(logits, tokens, slots, drawn, asked, kernels) if len(asked) else None
-    return Draws(tokens=tokens.cpu().numpy().astype(np.int32), logprobs=logprobs)
+    return Draws(
+        tokens=tokens.cpu().numpy().astype(np.int32),
+        logprobs=logprobs,
+        candidates=_candidates(logits, slots, drawn, np.flatnonzero(searching), kernels),
+    )
+
+
+def _candidates(
+    logits: Tensor,
+    slots: Slots,
+    drawn: Ints,
+    asked: np.ndarray[tuple[int], np.dtype[np.int64]],
+    kernels: Kernels,
+) -> Candidates | None:
+    """The best continuations of the draws `asked`: edits apply to log-probabilities, as in
+    Hugging Face's beam search."""
+    if not len(asked):
+        return None
+    own = torch.log_softmax(logits[torch.from_numpy(asked).to(logits.device)], dim=1)
+    _edit(own, slots, drawn[asked])
+    counts = [min(int(slots.draws.candidates[drawn[i]]), logits.shape[1]) for i in asked]
+    ids = kernels.top_ids(own, max(counts))
+    best = own.gather(1, ids).cpu().numpy()
+    ranked = ids.cpu().numpy()
+    return Candidates(
+        draws=int32s(asked),
+        counts=int32s(counts),
+        ids=int32s(np.concatenate([ranked[i, :k] for i, k in enumerate(counts)])),
+        logprobs=float32s(np.concatenate([best[i, :k] for i, k in enumerate(counts)])),
+    )
 
 
 def _draw_params(slots: Slots, drawn: Ints, device: torch.device) -> DrawParams:

@@ -26,6 +26,7 @@ class _SamplingArrays:
     seed: npt.NDArray[np.int64]  # the bits of the unsigned 64-bit seed
     edits: npt.NDArray[np.bool_]  # whether logits are edited before the draw
     wants_logprobs: npt.NDArray[np.bool_]
+    candidates: npt.NDArray[np.int32]  # how many best tokens are answered in place of a draw
 
 
 def _empty_arrays(num_slots: int) -> _SamplingArrays:
@@ -37,6 +38,7 @@ def _empty_arrays(num_slots: int) -> _SamplingArrays:
         seed=np.zeros(num_slots, dtype=np.int64),
         edits=np.zeros(num_slots, dtype=np.bool_),
         wants_logprobs=np.zeros(num_slots, dtype=np.bool_),
+        candidates=np.zeros(num_slots, dtype=np.int32),
     )
 
 
@@ -128,6 +130,7 @@ class Slots:
         draws.seed[slot] = np.uint64(sampling.seed).astype(np.int64)
         draws.edits[slot] = edits_logits(sampling)
         draws.wants_logprobs[slot] = sampling.logprobs is not None
+        draws.candidates[slot] = sampling.candidates
 
     def fork(self, parent: int, child: int, sample: int) -> None:
         """Copies the parent's state; only the sample index is the child's own. Raises PlanError."""
@@ -154,8 +157,15 @@ class Slots:
         self.blocks[slot, index] = block
         self.num_blocks[slot] = max(int(self.num_blocks[slot]), index + 1)
 
+    def push(self, slots: Int32s, tokens: Int32s) -> None:
+        """Adds the tokens that the control plane has chosen. Raises PlanError."""
+        if not self.live[slots].all() or len(np.unique(slots)) != len(slots):
+            raise PlanError("push: a slot holds no sequence, or occurs twice")
+        self._check_ids(tokens, "push: tokens")
+        self.append(slots, tokens)
+
     def append(self, slots: Int32s, tokens: Int32s) -> None:
-        """Adds a drawn token to each slot. Raises PlanError where there is no room."""
+        """Adds a token to each slot. Raises PlanError where there is no room."""
         lengths = self.lengths[slots]
         if len(slots) and int(lengths.max()) > self.max_model_len:
             raise PlanError(f"a draw is beyond the limit of {self.max_model_len} tokens")
@@ -201,6 +211,7 @@ _LIMITS = (
     ("presence_penalty", -1e3, 1e3),
     ("frequency_penalty", -1e3, 1e3),
     ("min_tokens", 0, 1 << 31),
+    ("candidates", 0, 1 << 16),
     ("logprobs", 0, 1 << 20),
     ("prompt_logprobs", 0, 1 << 20),
 )
