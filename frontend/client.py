@@ -81,6 +81,27 @@ class Client:
         )
         return reply
 
+    def register_prefix(
+        self, name: str, prompt: str | Sequence[int], cache_salt: str = "", timeout: float = 60.0
+    ) -> pb.RegisterPrefixReply:
+        """Computes a text or token ids once and keeps them until unregistered, under a name."""
+        request = pb.RegisterPrefixRequest(name=name, cache_salt=cache_salt)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        reply: pb.RegisterPrefixReply = self._call(self._stub.RegisterPrefix, request, timeout)
+        return reply
+
+    def unregister_prefix(self, name: str, timeout: float = 10.0) -> None:
+        self._call(self._stub.UnregisterPrefix, pb.UnregisterPrefixRequest(name=name), timeout)
+
+    def list_prefixes(self, timeout: float = 10.0) -> pb.ListPrefixesReply:
+        reply: pb.ListPrefixesReply = self._call(
+            self._stub.ListPrefixes, pb.ListPrefixesRequest(), timeout
+        )
+        return reply
+
     def close(self) -> None:
         self._channel.close()
 

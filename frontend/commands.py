@@ -25,7 +25,10 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--chat", action="store_true", help="send the text as a chat message")
     kind.add_argument("--raw", action="store_true", help="send the text as it is (the default)")
     _add_sampling_arguments(parser)
-    parser.add_argument("-n", type=int, default=None, help="samples (default: 1)")
+    method = parser.add_mutually_exclusive_group()
+    method.add_argument("-n", type=int, default=None, help="samples (default: 1)")
+    method.add_argument("--beam", type=int, metavar="N", help="beam search of this width")
+    parser.add_argument("--best-of", type=int, metavar="M", help="draw M samples and keep the n best")
     parser.add_argument("--logprobs", type=int, help="log-probabilities of this many best tokens")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     add_options(parser, ClientOptions)
@@ -52,12 +55,24 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", help="a text at which to stop; may be repeated")
 
 
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n", "logprobs")
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop",
+    "n",
+    "best_of",
+    "logprobs",
+)
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of SamplingParams that were given."""
     given = {name: getattr(args, name, None) for name in _SAMPLING}
+    if getattr(args, "beam", None) is not None:
+        given.update(use_beam_search=True, n=args.beam)
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -70,6 +85,7 @@ class _Sample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str = ""
+    score: float | None = None  # of a beam search's hypothesis
 
 
 class _Answer:
@@ -97,6 +113,8 @@ class _Answer:
         sample.token_ids.extend(delta.token_ids)
         sample.logprobs.extend(_score(score) for score in delta.logprobs)
         sample.finish_reason = delta.finish_reason or sample.finish_reason
+        if delta.HasField("score"):
+            sample.score = delta.score
         if delta.HasField("usage"):
             self.usage = delta.usage
 
@@ -127,12 +145,16 @@ class _Answer:
         return body if len(choices) == 1 else {**body, "choices": choices}
 
     def _choice(self, sample: _Sample) -> dict[str, Any]:
-        choice = {
+        choice: dict[str, Any] = {
             "text": sample.text,
             "token_ids": sample.token_ids,
             "finish_reason": sample.finish_reason,
         }
-        return {**choice, "logprobs": sample.logprobs} if sample.logprobs else choice
+        if sample.logprobs:
+            choice["logprobs"] = sample.logprobs
+        if sample.score is not None:
+            choice["score"] = sample.score
+        return choice
 
 
 def _score(score: pb.TokenLogprob) -> dict[str, Any]:
@@ -152,7 +174,7 @@ def run_generate(args: argparse.Namespace) -> int:
 def _generate(client: Client, prompt: Prompt, args: argparse.Namespace) -> int:
     answer = _Answer()
     deltas = answer.follow(client.generate(prompt, **_sampling(args)))
-    streams = not args.json and (args.n or 1) == 1
+    streams = not args.json and (args.n or 1) == 1 and args.beam is None
     for delta in deltas:
         if streams:
             print(delta.text, end="", flush=True)
@@ -161,7 +183,8 @@ def _generate(client: Client, prompt: Prompt, args: argparse.Namespace) -> int:
         return 0
     if not streams:
         for i, sample in sorted(answer.samples.items()):
-            print(f"--- {i}\n{sample.text}")
+            score = "" if sample.score is None else f" (score {sample.score:.4f})"
+            print(f"--- {i}{score}\n{sample.text}")
     print(file=sys.stdout if streams else sys.stderr)
     print(answer.summary(), file=sys.stderr)
     return 0
@@ -226,9 +249,10 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def _status(client: Client, as_json: bool) -> int:
-    model, server = client.model_info(), client.server_info()
+    model, server, prefixes = client.model_info(), client.server_info(), client.list_prefixes()
     if as_json:
-        print(json.dumps({"model": _as_dict(model), "server": _as_dict(server)}))
+        state = {"model": _as_dict(model), "server": _as_dict(server)}
+        print(json.dumps({**state, **_as_dict(prefixes)}))
         return 0
     print(f"Octavo {server.version}: {'ready' if server.ready else 'NOT READY'}")
     print(f"model  {model.name} ({model.family}), {model.max_model_len} tokens of context")
@@ -236,7 +260,10 @@ def _status(client: Client, as_json: bool) -> int:
     if not server.gangs:
         print("gangs  none: no worker has registered")
         return 0
-    _print_table(_gang_rows(server))
+    for rows in (_gang_rows(server), _pool_rows(server), _prefix_rows(prefixes)):
+        if len(rows) > 1:
+            print()
+            _print_table(rows)
     return 0
 
 
@@ -247,9 +274,8 @@ def _as_dict(message: Message) -> dict[str, Any]:
 
 
 def _gang_rows(server: pb.GetServerInfoReply) -> list[list[str]]:
-    rows = [["gang", "state", "ranks", "epoch", "engine", "running", "plans", "blocks", "free", "used"]]
+    rows = [["gang", "state", "ranks", "epoch", "engine", "running", "plans", "block size"]]
     for gang in server.gangs:
-        pool = gang.device_pool
         rows.append(
             [
                 str(gang.gang),
@@ -259,11 +285,32 @@ def _gang_rows(server: pb.GetServerInfoReply) -> list[list[str]]:
                 f"{gang.engine} on {gang.device}",
                 str(gang.running),
                 str(gang.plans),
-                f"{pool.total_blocks} x {gang.block_size}",
-                str(pool.free_blocks),
-                str(pool.used_blocks),
+                f"{gang.block_size} tokens",
             ]
         )
+    return rows
+
+
+def _pool_rows(server: pb.GetServerInfoReply) -> list[list[str]]:
+    """Blocks of each gang's two pools; used + cached + free + pinned = blocks."""
+    rows = [["gang", "pool", "blocks", "used", "cached", "free", "pinned"]]
+    for gang in server.gangs:
+        for name, pool in (("device", gang.device_pool), ("cpu", gang.swap_pool)):
+            counts = (
+                pool.total_blocks,
+                pool.used_blocks,
+                pool.cached_blocks,
+                pool.free_blocks,
+                pool.pinned_blocks,
+            )
+            rows.append([str(gang.gang), name, *map(str, counts)])
+    return rows
+
+
+def _prefix_rows(prefixes: pb.ListPrefixesReply) -> list[list[str]]:
+    rows = [["prefix", "tokens", "blocks"]]
+    for prefix in prefixes.prefixes:
+        rows.append([prefix.name, str(prefix.pinned_tokens), str(prefix.pinned_blocks)])
     return rows
 
 

@@ -12,6 +12,7 @@ from octavo.frontend.chat import ChatTemplate, no_template
 from octavo.frontend.errors import RequestError, invalid
 from octavo.frontend.link import Link
 from octavo.frontend.metrics import Metrics
+from octavo.frontend.prefixes import Prefix
 from octavo.frontend.requests import ChatPrompt, GenerateCall
 from octavo.frontend.sample import TextRules, echo_prompt
 from octavo.frontend.streams import Batch, PreparedRequest, Stream
@@ -21,10 +22,15 @@ from octavo.frontend.validation import (
     Limits,
     check_call,
     check_ids,
+    check_prefix,
+    check_prefix_name,
+    check_prefix_tokens,
     check_text,
     check_tokens,
     wire_sampling,
 )
+from octavo.proto.session import PinState
+from octavo.proto.wire import int32s
 
 T = TypeVar("T")
 
@@ -65,6 +71,7 @@ class Generator:
             max_model_len=min(own, welcome.max_model_len or own) if welcome else own,
             max_sequences=(welcome.max_sequences or MAX_N) if welcome else MAX_N,
             max_token_chars=self.tokenizer.max_token_chars,
+            num_eos=len(self.model.eos_token_ids),
         )
 
     async def open(self, calls: Sequence[GenerateCall]) -> Batch:
@@ -91,6 +98,21 @@ class Generator:
         check_ids("token_ids", token_ids, self.limits())
         with self._places(1):
             return await self._run(self.tokenizer.decode, token_ids, skip_special_tokens)
+
+    async def register_prefix(
+        self, name: str, prompt: str | Sequence[int], cache_salt: str
+    ) -> PinState:
+        """Computes and pins a prefix; returns when that is done. Raises RequestError."""
+        limits = self.limits()
+        check_prefix(name, cache_salt)
+        tokens = await self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        check_prefix_tokens(tokens, limits)
+        return await self.link.prefixes.register(Prefix(name, int32s(tokens), cache_salt))
+
+    async def unregister_prefix(self, name: str) -> None:
+        """Raises RequestError, NOT_FOUND for a name that is not registered."""
+        check_prefix_name(name)
+        await self.link.prefixes.unregister(name)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -13,9 +13,16 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from octavo.frontend.errors import RequestError, not_offered
+from octavo.frontend.errors import RequestError
 from octavo.frontend.generation import Generator
-from octavo.frontend.grpc_messages import Writer, read_chat, read_request, server_info
+from octavo.frontend.grpc_messages import (
+    Writer,
+    prefix_list,
+    read_chat,
+    read_prefix,
+    read_request,
+    server_info,
+)
 from octavo.frontend.sample import Delta
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc
@@ -146,20 +153,26 @@ class _Servicer(generation_pb2_grpc.GenerationServicer):
             version = importlib.metadata.version("octavo")
             return server_info(await link.info(), version, link.incarnation)
 
-    async def RegisterPrefix(self, request: pb.RegisterPrefixRequest, context: Any) -> None:  # noqa: N802
-        await self._refuse_prefixes(context)
+    async def RegisterPrefix(  # noqa: N802
+        self, request: pb.RegisterPrefixRequest, context: Any
+    ) -> pb.RegisterPrefixReply:
+        async with _call(context):
+            prompt = read_prefix(request)
+            pin = await self._generator.register_prefix(request.name, prompt, request.cache_salt)
+            return pb.RegisterPrefixReply(pinned_tokens=pin.tokens, pinned_blocks=pin.blocks)
 
     async def UnregisterPrefix(  # noqa: N802
         self, request: pb.UnregisterPrefixRequest, context: Any
-    ) -> None:
-        await self._refuse_prefixes(context)
-
-    async def ListPrefixes(self, request: pb.ListPrefixesRequest, context: Any) -> None:  # noqa: N802
-        await self._refuse_prefixes(context)
-
-    async def _refuse_prefixes(self, context: Any) -> None:
+    ) -> pb.UnregisterPrefixReply:
         async with _call(context):
-            raise not_offered("name", "registering prefixes")
+            await self._generator.unregister_prefix(request.name)
+            return pb.UnregisterPrefixReply()
+
+    async def ListPrefixes(  # noqa: N802
+        self, request: pb.ListPrefixesRequest, context: Any
+    ) -> pb.ListPrefixesReply:
+        async with _call(context):
+            return prefix_list(await self._generator.link.prefixes.list())
 
     def _check_model(self, name: str) -> None:
         if name and name != self._generator.model.name:

@@ -8,7 +8,7 @@ from octavo.frontend.requests import ChatPrompt, GenerateCall, SamplingRequest
 from octavo.frontend.sample import Delta, TokenScore
 from octavo.frontend.streams import Stream
 from octavo.frontend.tokenizer import Tokenizer
-from octavo.proto.session import GangState, Info, Pool
+from octavo.proto.session import GangState, Info, PinState, Pool
 from octavo.v1 import generation_pb2 as pb
 
 ROLES = ("system", "user", "assistant")
@@ -33,6 +33,8 @@ _SCALARS = (
     "prompt_logprobs",
     "skip_special_tokens",
     "use_beam_search",
+    "length_penalty",
+    "early_stopping",
 )
 
 
@@ -57,6 +59,14 @@ def read_chat(chat: pb.ChatPrompt) -> ChatPrompt:
     return ChatPrompt([{"role": m.role, "content": m.content} for m in chat.messages])
 
 
+def read_prefix(request: pb.RegisterPrefixRequest) -> str | list[int]:
+    """The text or token ids of a prefix. Raises RequestError."""
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise invalid("prompt", "must be given as text or token_ids")
+    return str(request.text) if kind == "text" else list(request.token_ids.ids)
+
+
 def _read_prompt(request: pb.GenerateRequest) -> str | list[int] | ChatPrompt:
     kind = request.WhichOneof("prompt")
     if kind == "text":
@@ -69,9 +79,6 @@ def _read_prompt(request: pb.GenerateRequest) -> str | list[int] | ChatPrompt:
 
 
 def _read_sampling(params: pb.SamplingParams) -> SamplingRequest:
-    for name in ("length_penalty", "early_stopping"):
-        if params.HasField(name):
-            raise not_offered(name, f"beam search ({name})")
     given: dict[str, Any] = {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}
     return SamplingRequest(
         logit_bias=dict(params.logit_bias),
@@ -97,6 +104,7 @@ class Writer:
             token_ids=delta.token_ids,
             finish_reason=delta.finish_reason,
             stop_reason="" if delta.stop_reason is None else str(delta.stop_reason),
+            score=delta.score,
         )
         if delta.scores:
             message.logprobs.extend(self._scores(delta.scores))
@@ -119,6 +127,8 @@ class Writer:
             if delta.finish_reason:
                 choice.finish_reason = delta.finish_reason
                 choice.stop_reason = "" if delta.stop_reason is None else str(delta.stop_reason)
+            if delta.score is not None:
+                choice.score = delta.score
         reply.choices.extend(choices[i] for i in sorted(choices))
         self._head(reply)
         return reply
@@ -171,6 +181,16 @@ def server_info(info: Info, version: str, gateway: int) -> pb.GetServerInfoReply
         running=info.running,
         gateway_incarnation=gateway,
         controlplane_incarnation=info.controlplane,
+    )
+
+
+def prefix_list(pins: Iterable[PinState]) -> pb.ListPrefixesReply:
+    """Registered prefixes, as a client sees them."""
+    return pb.ListPrefixesReply(
+        prefixes=[
+            pb.PrefixInfo(name=pin.name, pinned_tokens=pin.tokens, pinned_blocks=pin.blocks)
+            for pin in pins
+        ]
     )
 
 

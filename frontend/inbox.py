@@ -27,7 +27,7 @@ def deliver(message: Tokens, live: Mapping[int, LiveRequest], vocab_size: int) -
         if request is None or request.attempt != finish.attempt or finish.request in gaps:
             continue
         if 0 <= finish.sample < len(request.samples):
-            request.take_finish(finish.sample, finish.reason, finish.stop_token)
+            request.take_finish(finish.sample, finish.reason, finish.stop_token, finish.score)
     return list(gaps.values())
 
 

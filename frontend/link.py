@@ -21,6 +21,8 @@ from zmq.utils.monitor import recv_monitor_message
 from octavo.frontend.errors import RequestError
 from octavo.frontend.inbox import deliver
 from octavo.frontend.live import LiveRequest
+from octavo.frontend.prefixes import Prefixes
+from octavo.frontend.queries import Queries, no_control_plane
 from octavo.proto.session import (
     BeatAnswer,
     Cancel,
@@ -29,6 +31,7 @@ from octavo.proto.session import (
     Hello,
     Info,
     InfoQuery,
+    Pins,
     Refused,
     Tokens,
     Welcome,
@@ -41,7 +44,6 @@ log = logging.getLogger(__name__)
 BEAT_INTERVAL = 1.0  # seconds
 MAX_UNANSWERED_BEATS = 5  # after so many the control plane counts as gone
 INFO_TIMEOUT = 5.0  # seconds
-MAX_INFO_QUERIES = 256
 _WAITING_LOG_BEATS = 5
 
 
@@ -82,8 +84,8 @@ class Link:
         self._joined = False  # welcomed by `welcome.controlplane`, which has not gone silent since
         self._lost = False  # what it knows of our requests may be less than what we sent
         self._unanswered = 0  # beats and hellos since the last sign of life
-        self._queries: dict[int, asyncio.Future[Info]] = {}
-        self._query_numbers = itertools.count(1)
+        self._infos = Queries[Info]()
+        self.prefixes = Prefixes(self.incarnation, self._send, lambda: self._joined)
         self._context = zmq.asyncio.Context()
         self._socket = self._make_socket(max_live)
 
@@ -139,25 +141,23 @@ class Link:
 
     async def info(self) -> Info:
         """The state of the service. Raises RequestError UNAVAILABLE when nothing answers."""
-        if not self._joined or len(self._queries) >= MAX_INFO_QUERIES:
-            raise RequestError("UNAVAILABLE", "the control plane does not answer now; retry")
-        number = next(self._query_numbers)
-        future = self._queries[number] = asyncio.get_running_loop().create_future()
+        if not self._joined:
+            raise no_control_plane()
         try:
-            self._send(InfoQuery(query=number))
-            return await asyncio.wait_for(future, INFO_TIMEOUT)
+            return await self._infos.ask(lambda query: self._send(InfoQuery(query=query)), INFO_TIMEOUT)
         except TimeoutError as error:
-            raise RequestError("UNAVAILABLE", "the control plane does not answer; retry") from error
-        finally:
-            del self._queries[number]
+            raise no_control_plane() from error
 
     # -- the session ------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Keeps the session until cancelled. Raises LinkRefusedError."""
-        with self._monitored() as monitor:
-            self._socket.connect(self._address)
-            await _first_end(self._receive(), self._beat(), self._watch(monitor))
+        try:
+            with self._monitored() as monitor:
+                self._socket.connect(self._address)
+                await _first_end(self._receive(), self._beat(), self._watch(monitor))
+        finally:
+            self._leave(lost=True)
 
     def shut_down(self) -> None:
         """Closes the socket; what was sent gets a second to leave."""
@@ -226,7 +226,7 @@ class Link:
         )
 
     def _dispatch(self, frame: bytes) -> None:
-        message: Message = unpack(frame, Tokens, BeatAnswer, Failure, Welcome, Info, Refused)
+        message: Message = unpack(frame, Tokens, BeatAnswer, Failure, Welcome, Info, Pins, Refused)
         self._unanswered = 0
         match message:
             case Tokens():
@@ -238,7 +238,9 @@ class Link:
             case Welcome():
                 self._on_welcome(message)
             case Info():
-                self._on_info(message)
+                self._infos.answer(message.query, message)
+            case Pins():
+                self.prefixes.on_answer(message)
             case Refused():
                 raise LinkRefusedError(message.reason)
 
@@ -279,15 +281,13 @@ class Link:
         lost = self._lost or message.controlplane != self.controlplane
         self.welcome, self._joined, self._lost = message, True, False
         if lost:
+            self._fail_queries()
             for request in list(self._live.values()):
                 self._submit_again(request)
         self._submit_unsent()
+        if message.ready:
+            self.prefixes.on_ready(message.controlplane)
         self._on_change()
-
-    def _on_info(self, message: Info) -> None:
-        future = self._queries.get(message.query)
-        if future is not None and not future.done():
-            future.set_result(message)
 
     def _leave(self, lost: bool) -> None:
         """Until the next welcome there is no control plane to speak of.
@@ -296,7 +296,13 @@ class Link:
         """
         self._joined = False
         self._lost = self._lost or lost
+        if lost:
+            self._fail_queries()
         self._on_change()
+
+    def _fail_queries(self) -> None:
+        self._infos.fail()
+        self.prefixes.on_lost()
 
     # -- sending ------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from octavo.frontend.errors import RequestError
-from octavo.proto.plan import Sampling
+from octavo.proto.plan import Beams, Sampling
 from octavo.proto.session import SampleState, Submit
 from octavo.proto.wire import Int32s, int32s
 
@@ -27,7 +27,9 @@ class Listener(Protocol):
 
     def on_token(self, sample: int, token: int, score: Score | None) -> None: ...
 
-    def on_finish(self, sample: int, reason: str, stop_token: int | None) -> None: ...
+    def on_finish(
+        self, sample: int, reason: str, stop_token: int | None, score: float | None
+    ) -> None: ...
 
     def on_prompt_scores(self, scores: Sequence[Score]) -> None: ...
 
@@ -42,10 +44,16 @@ class SampleProgress:
 
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
+    stop_token: int | None = None
+    score: float | None = None  # of a beam search's hypothesis
 
 
 class LiveRequest:
-    """Owner of a request's attempt number and of its samples' progress."""
+    """Owner of a request's attempt number and of its samples' progress.
+
+    The hypotheses of a beam search are kept here until all are whole: only then does the listener
+    hear of them, so that a search that has to start over takes nothing back.
+    """
 
     def __init__(
         self,
@@ -57,8 +65,9 @@ class LiveRequest:
         arrival: float,
         priority: int = 0,
         cache_salt: str = "",
+        beams: Beams | None = None,
     ) -> None:
-        """`arrival` in Unix seconds."""
+        """`arrival` in Unix seconds; with `beams` a search that is `n` wide."""
         self.listener = listener
         self.prompt: Int32s = int32s(prompt)
         self.sampling = sampling
@@ -67,6 +76,7 @@ class LiveRequest:
         self.arrival = arrival
         self.priority = priority
         self.cache_salt = cache_salt
+        self.beams = beams
         self.number = 0  # given by the link; 0 before
         self.attempt = 0
         self.sent = False  # whether this attempt has gone out
@@ -83,11 +93,19 @@ class LiveRequest:
         """From here on, answers to what was sent before count no more.
 
         Samples whose last token has come but whose finish is lost are finished here, so that what
-        is left is what still has to be computed; `done` may be true afterwards.
+        is left is what still has to be computed; `done` may be true afterwards. A beam search starts
+        over.
         """
         if self.sent:
             self.attempt += 1
             self.sent = False
+        if self.beams is None:
+            self._finish_ended_samples()
+        else:
+            self.samples = [SampleProgress() for _ in self.samples]
+            self.received = 0
+
+    def _finish_ended_samples(self) -> None:
         for index, sample in enumerate(self.samples):
             if sample.tokens and sample.tokens[-1] in self._endings:
                 self.take_finish(index, "stop", sample.tokens[-1])
@@ -107,6 +125,7 @@ class LiveRequest:
             max_tokens=self.max_tokens,
             sampling=self.sampling,
             cache_salt=self.cache_salt,
+            beams=self.beams,
         )
 
     def take_token(self, index: int, offset: int, token: int, score: Score | None) -> bool:
@@ -119,14 +138,27 @@ class LiveRequest:
             return False
         sample.tokens.append(token)
         self.received += 1
-        self.listener.on_token(index, token, score)
+        if self.beams is None:
+            self.listener.on_token(index, token, score)
         return True
 
-    def take_finish(self, index: int, reason: str, stop_token: int | None) -> None:
+    def take_finish(
+        self, index: int, reason: str, stop_token: int | None, score: float | None = None
+    ) -> None:
         sample = self.samples[index]
-        if not sample.finish:
-            sample.finish = reason
-            self.listener.on_finish(index, reason, stop_token)
+        if sample.finish:
+            return
+        sample.finish, sample.stop_token, sample.score = reason, stop_token, score
+        if self.beams is None:
+            self.listener.on_finish(index, reason, stop_token, score)
+        elif self.done:
+            self._tell_hypotheses()
+
+    def _tell_hypotheses(self) -> None:
+        for index, sample in enumerate(self.samples):
+            for token in sample.tokens:
+                self.listener.on_token(index, token, None)
+            self.listener.on_finish(index, sample.finish, sample.stop_token, sample.score)
 
     def take_prompt_scores(self, start: int, scores: Sequence[Score]) -> bool:
         """Passes on those not seen before. False: scores are missing."""

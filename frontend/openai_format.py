@@ -1,6 +1,7 @@
 """Answers in the shapes of the OpenAI API."""
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -74,6 +75,7 @@ class _Formatter:
             whole.token_ids += delta.token_ids
             whole.scores += delta.scores
             whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+            whole.score = delta.score
         choices = [self._choice(stream, whole) for (stream, _), whole in sorted(samples.items())]
         return {**self._head, "choices": choices, "usage": self.usage()}
 
@@ -108,6 +110,8 @@ class _Formatter:
             "finish_reason": delta.finish_reason or None,
             "stop_reason": None if is_eos else delta.stop_reason,
         }
+        if delta.score is not None:  # JSON has no infinity
+            fields["score"] = delta.score if math.isfinite(delta.score) else None
         if self._with_ids:
             fields["token_ids"] = delta.token_ids
             if is_first:

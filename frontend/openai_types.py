@@ -23,10 +23,8 @@ _HARMLESS = frozenset(
 _NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "continue_final_message": (False,),
-    "early_stopping": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "length_penalty": (1.0,),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
@@ -58,6 +56,7 @@ _SCALARS = (
     "n",
     "best_of",
     "use_beam_search",
+    "length_penalty",
     "skip_special_tokens",
 )
 
@@ -98,6 +97,8 @@ class OpenAIRequest(BaseModel):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     best_of: int | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
@@ -114,6 +115,8 @@ class OpenAIRequest(BaseModel):
             _check_extra(name, value)
         if request.stream_options is not None and not request.stream:
             raise invalid("stream_options", "needs stream to be true")
+        if request.stream and (request.best_of or 0) > (1 if request.n is None else request.n):
+            raise invalid("best_of", "above n cannot be streamed: the best are known at the end")
         return request
 
     @property
@@ -135,6 +138,7 @@ class OpenAIRequest(BaseModel):
             stop=tuple(stops),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             include_stop=bool(self.include_stop_str_in_output),
+            early_stopping=_read_early_stopping(self.early_stopping),
             **{**given, **more},
         )
 
@@ -218,6 +222,12 @@ def _check_extra(name: str, value: Any) -> None:
         raise RequestError("INVALID_ARGUMENT", f"the field {name!r:.200} is not known here", name)
     if value is not None and value not in _NOT_OFFERED[name]:
         raise not_offered(name)
+
+
+def _read_early_stopping(value: bool | str | None) -> str:
+    if isinstance(value, str) and value != "never":
+        raise invalid("early_stopping", 'must be true, false or "never"')
+    return value if isinstance(value, str) else str(bool(value)).lower()
 
 
 def _read_bias(bias: Mapping[str, float]) -> dict[int, float]:

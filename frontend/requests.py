@@ -36,7 +36,23 @@ class SamplingRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
-    use_beam_search: bool = False
+    use_beam_search: bool = False  # `n` is the width
+    length_penalty: float = 1.0  # of beam search
+    early_stopping: str = "false"  # of beam search: "true", "false" or "never"
+
+    @property
+    def num_samples(self) -> int:
+        """How many are computed, from which the best `n` are returned."""
+        return self.n if self.best_of is None else self.best_of
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a request: the prompt's once, the outputs' of all samples."""
+
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens that did not have to be computed
+    completion_tokens: int
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class Delta:
     scores: list[TokenScore]
     finish_reason: str = ""  # "stop" or "length", in the last delta of the sample
     stop_reason: str | int | None = None  # the stop string or token id that ended it
+    score: float | None = None  # of a beam search's hypothesis, in the last delta
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,10 @@ class SampleText:
         sampling = rules.sampling
         self.index = index
         self.count = 0  # tokens
+        self.logprob = 0.0  # of all tokens together, as far as they came with theirs
         self.finish_reason = ""
+        self._score: float | None = None
+        self._shows_scores = sampling.logprobs is not None
         self._rules = rules
         self._stop_reason: str | int | None = None
         self._decoder = Detokenizer(rules.vocabulary, sampling.skip_special_tokens, rules.prompt)
@@ -77,6 +81,8 @@ class SampleText:
         self.count += 1
         self._pending.token_ids.append(token)
         if score is not None:
+            self.logprob += score.logprob
+        if score is not None and self._shows_scores:
             self._pending.scores.append(TokenScore(token, score.logprob, score.top, self._chars))
         if token in self._rules.ending_ids:
             self._stop_reason = token
@@ -84,12 +90,18 @@ class SampleText:
                 return False
         return self._push_text(self._decoder.push(token))
 
-    def finish(self, reason: str) -> None:
-        """The sample has ended by its length or by an ending token."""
+    def finish(self, reason: str, score: float | None = None) -> None:
+        """The sample has ended by its length or by an ending token; `score` of a hypothesis."""
+        self._score = score
         if self.finish_reason or self._push_text(self._decoder.flush()):
             return
         self._pending.text.append(self._matcher.flush())
         self.finish_reason = reason
+
+    @property
+    def mean_logprob(self) -> float:
+        """Log-probability per token; 0 for no tokens."""
+        return self.logprob / self.count if self.count else 0.0
 
     def take(self) -> Delta | None:
         """All that is new since the last call; None if nothing is."""
@@ -102,6 +114,7 @@ class SampleText:
         delta = Delta(self.index, text, pending.token_ids, pending.scores)
         if self._taken_last:
             delta.finish_reason, delta.stop_reason = self.finish_reason, self._stop_reason
+            delta.score = self._score
         return delta
 
     @property

@@ -11,18 +11,9 @@ from octavo.frontend.errors import RequestError
 from octavo.frontend.link import Link
 from octavo.frontend.live import LiveRequest, Score
 from octavo.frontend.metrics import Metrics
-from octavo.frontend.requests import GenerateCall
+from octavo.frontend.requests import GenerateCall, SamplingRequest, Usage
 from octavo.frontend.sample import Delta, SampleText, TextRules, TokenScore
-from octavo.proto.plan import Sampling
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens of a request: the prompt's once, the outputs' of all samples."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+from octavo.proto.plan import Beams, Sampling
 
 
 @dataclass(frozen=True)
@@ -39,7 +30,10 @@ class PreparedRequest:
 
 
 class Stream:
-    """One request as its client sees it. Listens to the link, gives out deltas, counts usage."""
+    """One request as its client sees it. Listens to the link, gives out deltas, counts usage.
+
+    With `best_of` above `n` there is nothing to take until all samples are finished.
+    """
 
     def __init__(self, request: PreparedRequest, link: Link, metrics: Metrics) -> None:
         call = request.call
@@ -49,7 +43,10 @@ class Stream:
         self._live = _live_request(self, request)
         self._link = link
         self._metrics = metrics
-        self._samples = [SampleText(i, request.rules) for i in range(call.sampling.n)]
+        self._samples = [SampleText(i, request.rules) for i in range(call.sampling.num_samples)]
+        self._n = call.sampling.n
+        # What the client gets of the samples; empty until the best are known.
+        self._choices = self._samples if self._n == len(self._samples) else []
         self._offsets = request.offsets
         self._stop_token_ids = frozenset(call.sampling.stop_token_ids)
         self._wants_scores = call.sampling.prompt_logprobs is not None
@@ -57,6 +54,7 @@ class Stream:
         self._error: RequestError | None = None
         self._wake: Callable[[], None] = lambda: None
         self._born = time.monotonic()
+        self._started = False
         self._first: float | None = None
         self._ended = False
         if self._wants_scores:
@@ -67,7 +65,7 @@ class Stream:
         self._wake = wake
         if self._live.max_tokens == 0 and not self._wants_scores:
             for i in range(len(self._samples)):  # there is nothing to compute
-                self.on_finish(i, "length", None)
+                self.on_finish(i, "length", None, None)
         else:
             self._link.open(self._live)
 
@@ -77,18 +75,19 @@ class Stream:
             raise self._error
         if self._wants_scores and len(self.prompt_scores) < len(self.prompt_ids):
             return []
-        return [delta for sample in self._samples if (delta := sample.take()) is not None]
+        return [delta for sample in self._choices if (delta := sample.take()) is not None]
 
     @property
     def drained(self) -> bool:
-        """Whether every sample's last delta has been taken."""
-        return all(sample.drained for sample in self._samples)
+        """Whether every choice's last delta has been taken."""
+        return bool(self._choices) and all(sample.drained for sample in self._choices)
 
     def is_stop_token(self, token: int) -> bool:
         """Whether the client asked to stop at this token, as opposed to the model's EOS tokens."""
         return token in self._stop_token_ids
 
     def usage(self) -> Usage:
+        """Tokens that were generated for samples that are not returned count too."""
         generated = sum(sample.count for sample in self._samples)
         return Usage(len(self.prompt_ids), self._cached, generated)
 
@@ -108,8 +107,8 @@ class Stream:
             self._end_if_finished()
         self._wake()
 
-    def on_finish(self, sample: int, reason: str, stop_token: int | None) -> None:
-        self._samples[sample].finish(reason)
+    def on_finish(self, sample: int, reason: str, stop_token: int | None, score: float | None) -> None:
+        self._samples[sample].finish(reason, score)
         self._end_if_finished()
         self._wake()
 
@@ -122,6 +121,9 @@ class Stream:
 
     def on_started(self, cached_tokens: int) -> None:
         self._cached = max(self._cached, cached_tokens)
+        if not self._started:
+            self._started = True
+            self._metrics.queued(time.monotonic() - self._born)
 
     def on_failure(self, error: RequestError) -> None:
         self._error = error
@@ -131,7 +133,17 @@ class Stream:
     def _end_if_finished(self) -> None:
         reasons = [sample.finish_reason for sample in self._samples]
         if all(reasons):
+            self._choose()
             self._end("stop" if "stop" in reasons else "length")
+
+    def _choose(self) -> None:
+        """Of more samples than are returned, the likeliest per token, best first."""
+        if self._choices:
+            return
+        ranked = sorted(self._samples, key=lambda sample: sample.mean_logprob, reverse=True)
+        self._choices = ranked[: self._n]
+        for rank, sample in enumerate(self._choices):
+            sample.index = rank
 
     def _end(self, reason: str) -> None:
         """Counts the request, once."""
@@ -140,11 +152,9 @@ class Stream:
         self._ended = True
         now, usage = time.monotonic(), self.usage()
         longest = max(sample.count for sample in self._samples)
-        if self._first is not None and longest > 1:
+        if self._first is not None and longest > 1 and self._live.beams is None:
             self._metrics.token_pace((now - self._first) / (longest - 1))
-        self._metrics.request_ended(
-            reason, usage.prompt_tokens, usage.completion_tokens, now - self._born
-        )
+        self._metrics.request_ended(reason, usage, now - self._born)
 
 
 def _live_request(stream: Stream, request: PreparedRequest) -> LiveRequest:
@@ -152,12 +162,19 @@ def _live_request(stream: Stream, request: PreparedRequest) -> LiveRequest:
         stream,
         request.prompt,
         request.sampling,
-        request.call.sampling.n,
+        request.call.sampling.num_samples,
         request.max_tokens,
         request.arrival,
         request.call.priority,
         request.call.cache_salt,
+        _beams(request.call.sampling),
     )
+
+
+def _beams(sampling: SamplingRequest) -> Beams | None:
+    if not sampling.use_beam_search:
+        return None
+    return Beams(length_penalty=float(sampling.length_penalty), early_stopping=sampling.early_stopping)
 
 
 class Batch:

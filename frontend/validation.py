@@ -2,12 +2,13 @@
 
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from octavo.frontend.errors import invalid, not_offered
+from octavo.frontend.errors import invalid
 from octavo.frontend.requests import GenerateCall, SamplingRequest
 from octavo.proto.plan import Sampling
 from octavo.proto.wire import float32s, int32s
@@ -19,6 +20,9 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_CACHE_SALT = 256
+MAX_PREFIX_NAME = 256
+MAX_LENGTH_PENALTY = 10
+EARLY_STOPPING = ("true", "false", "never")
 MAX_SEED = (1 << 64) - 1
 _MAX_INT32 = (1 << 31) - 1
 
@@ -33,6 +37,18 @@ _RANGES = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
+# What has no meaning in a beam search, and the values that do not ask for it.
+_NOT_WITH_BEAMS: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (0.0, 1.0),
+    "top_k": (0, -1),
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "logprobs": (None,),
+    "prompt_logprobs": (None,),
+    "stop": ((), []),
+}
+# What has a meaning in a beam search only.
+_ONLY_WITH_BEAMS: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": "false"}
 # Ranges whose lower end is excluded.
 _POSITIVE_RANGES = {"top_p": (0.0, 1.0), "repetition_penalty": (0.0, 100.0)}
 
@@ -45,6 +61,7 @@ class Limits:
     max_model_len: int  # tokens, prompt and output together
     max_sequences: int = MAX_N  # samples of one request
     max_token_chars: int = 1  # no token stands for more characters
+    num_eos: int = 1  # EOS ids of the model
 
 
 def check_call(call: GenerateCall, limits: Limits) -> None:
@@ -53,9 +70,27 @@ def check_call(call: GenerateCall, limits: Limits) -> None:
         check_text("prompt", call.prompt, limits)
     if not -_MAX_INT32 - 1 <= call.priority <= _MAX_INT32:
         raise invalid("priority", f"must be in [{-_MAX_INT32 - 1}, {_MAX_INT32}]")
-    if len(call.cache_salt) > MAX_CACHE_SALT:
-        raise invalid("cache_salt", f"must have at most {MAX_CACHE_SALT} characters")
+    _check_cache_salt(call.cache_salt)
     _check_sampling(call.sampling, limits)
+
+
+def check_prefix_name(name: str) -> None:
+    """Raises RequestError."""
+    if not 1 <= len(name) <= MAX_PREFIX_NAME:
+        raise invalid("name", f"must have 1 to {MAX_PREFIX_NAME} characters, got {len(name)}")
+
+
+def check_prefix(name: str, cache_salt: str) -> None:
+    """What is known of a prefix before it is tokenized. Raises RequestError."""
+    check_prefix_name(name)
+    _check_cache_salt(cache_salt)
+
+
+def check_prefix_tokens(prompt: Sequence[int], limits: Limits) -> None:
+    """Raises RequestError."""
+    if not prompt:
+        raise invalid("prompt", "must have at least 1 token")
+    check_ids("prompt", prompt, limits)
 
 
 def check_tokens(call: GenerateCall, prompt: Sequence[int], limits: Limits) -> int:
@@ -102,13 +137,20 @@ def wire_sampling(sampling: SamplingRequest, eos_token_ids: Iterable[int], vocab
         seed=seed,
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
-        logprobs=sampling.logprobs,
+        logprobs=_wire_logprobs(sampling),
         prompt_logprobs=sampling.prompt_logprobs,
         bias_ids=int32s(list(sampling.logit_bias)),
         bias_values=float32s(list(sampling.logit_bias.values())),
         stop_token_ids=int32s(sorted(set(sampling.stop_token_ids))),
         eos_token_ids=int32s(list(eos_token_ids)),
     )
+
+
+def _wire_logprobs(sampling: SamplingRequest) -> int | None:
+    """The best of several samples is found by their log-probabilities, shown or not."""
+    if sampling.num_samples > sampling.n:
+        return sampling.logprobs or 0
+    return sampling.logprobs
 
 
 def check_ids(field: str, ids: Sequence[int], limits: Limits) -> None:
@@ -134,6 +176,7 @@ def _check_sampling(sampling: SamplingRequest, limits: Limits) -> None:
     _check_reals(sampling)
     _check_counts(sampling)
     _check_samples(sampling, limits)
+    _check_beams(sampling, limits)
     _check_bias(sampling, limits)
     _check_stops(sampling, limits)
 
@@ -166,12 +209,48 @@ def _check_samples(sampling: SamplingRequest, limits: Limits) -> None:
     most = min(MAX_N, limits.max_sequences)
     if not 1 <= sampling.n <= most:
         raise invalid("n", f"must be in [1, {most}], got {sampling.n}")
-    if sampling.use_beam_search:
-        raise not_offered("use_beam_search", "beam search (use_beam_search)")
-    if sampling.best_of is not None and sampling.best_of < sampling.n:
+    if sampling.num_samples < sampling.n:
         raise invalid("best_of", f"must be at least n ({sampling.n}), got {sampling.best_of}")
-    if sampling.best_of is not None and sampling.best_of > sampling.n:
-        raise not_offered("best_of", "best_of above n")
+    if sampling.num_samples > most:
+        raise invalid("best_of", f"must be at most {most}, got {sampling.best_of}")
+
+
+def _check_beams(sampling: SamplingRequest, limits: Limits) -> None:
+    if not abs(sampling.length_penalty) <= MAX_LENGTH_PENALTY:  # false for NaN too
+        limit = f"[-{MAX_LENGTH_PENALTY}, {MAX_LENGTH_PENALTY}]"
+        raise invalid("length_penalty", f"must be in {limit}, got {sampling.length_penalty}")
+    if sampling.early_stopping not in EARLY_STOPPING:
+        raise invalid("early_stopping", f"must be one of {', '.join(EARLY_STOPPING)}")
+    if not sampling.use_beam_search:
+        for name, neutral in _ONLY_WITH_BEAMS.items():
+            if getattr(sampling, name) != neutral:
+                raise invalid(name, "needs use_beam_search")
+        return
+    for name, neutrals in _NOT_WITH_BEAMS.items():
+        if getattr(sampling, name) not in neutrals:
+            raise invalid(name, "must be left out: not with use_beam_search")
+    if sampling.num_samples != sampling.n:
+        raise invalid("best_of", f"must be n ({sampling.n}) or left out: not with use_beam_search")
+    if sampling.max_tokens == 0:
+        raise invalid("max_tokens", "must be at least 1 with use_beam_search")
+    _check_width(sampling, limits)
+
+
+def _check_width(sampling: SamplingRequest, limits: Limits) -> None:
+    """Each step looks at so many continuations that enough of them do not end."""
+    endings = len(set(sampling.stop_token_ids)) + (0 if sampling.ignore_eos else limits.num_eos)
+    looked_at = max(2, 1 + endings)
+    if sampling.n * looked_at > limits.vocab_size:
+        raise invalid(
+            "n",
+            f"must be at most {limits.vocab_size // looked_at} with use_beam_search, {endings} ending "
+            f"tokens and a vocabulary of {limits.vocab_size}, got {sampling.n}",
+        )
+
+
+def _check_cache_salt(cache_salt: str) -> None:
+    if len(cache_salt) > MAX_CACHE_SALT:
+        raise invalid("cache_salt", f"must have at most {MAX_CACHE_SALT} characters")
 
 
 def _check_bias(sampling: SamplingRequest, limits: Limits) -> None:

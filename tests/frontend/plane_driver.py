@@ -1,23 +1,27 @@
 """Speaks the control plane's side of a gateway's session, one message at a time."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
+from octavo.proto.plan import DrawLogprobs
 from octavo.proto.session import (
     Cancel,
     Finish,
     GatewayBeat,
     Hello,
     InfoQuery,
+    Pin,
+    PinsQuery,
     Submit,
     Tokens,
+    Unpin,
     Welcome,
 )
-from octavo.proto.wire import Message, int32s, unpack
+from octavo.proto.wire import Message, float32s, int32s, unpack
 
 M = TypeVar("M", bound=Message)
 WAIT = 20.0  # seconds; nothing here takes long unless it is broken
@@ -46,7 +50,9 @@ class Driver:
         while True:
             identity, frame = await asyncio.wait_for(self.socket.recv_multipart(), WAIT)
             self.gateway = identity
-            message: Message = unpack(frame, Hello, GatewayBeat, Submit, Cancel, InfoQuery)
+            message: Message = unpack(
+                frame, Hello, GatewayBeat, Submit, Cancel, InfoQuery, Pin, Unpin, PinsQuery
+            )
             if isinstance(message, kind):
                 return message
             assert isinstance(message, Hello | GatewayBeat), f"{message} came before {kind}"
@@ -61,8 +67,19 @@ class Driver:
         await self.expect(Hello)
         await self.send(Welcome(controlplane=self.incarnation, ready=True, max_model_len=64))
 
-    async def tokens(self, submit: Submit, sample: int, offset: int, values: list[int]) -> None:
+    async def tokens(
+        self,
+        submit: Submit,
+        sample: int,
+        offset: int,
+        values: list[int],
+        logprobs: Sequence[float] = (),
+    ) -> None:
+        """`logprobs`: of each of the tokens, or none."""
         count = len(values)
+        scores = DrawLogprobs(
+            draws=int32s(range(count)), logprobs=float32s(logprobs), top_counts=int32s([0] * count)
+        )
         await self.send(
             Tokens(
                 controlplane=self.incarnation,
@@ -71,9 +88,14 @@ class Driver:
                 samples=int32s([sample] * count),
                 offsets=int32s(range(offset, offset + count)),
                 tokens=int32s(values),
+                logprobs=scores if logprobs else None,
             )
         )
 
-    async def finish(self, submit: Submit, sample: int, reason: str = "length") -> None:
-        ends = [Finish(request=submit.request, attempt=submit.attempt, sample=sample, reason=reason)]
-        await self.send(Tokens(controlplane=self.incarnation, finishes=ends))
+    async def finish(
+        self, submit: Submit, sample: int, reason: str = "length", score: float | None = None
+    ) -> None:
+        end = Finish(
+            request=submit.request, attempt=submit.attempt, sample=sample, reason=reason, score=score
+        )
+        await self.send(Tokens(controlplane=self.incarnation, finishes=[end]))

@@ -1,157 +1,43 @@
 """The real gateway process, with the control plane's side driven by the test."""
 
 import asyncio
-import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import zmq.asyncio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from plane_driver import WAIT, Driver
+from gateway_scene import (
+    MODEL,
+    NOT_SERVING,
+    SERVING,
+    Process,
+    Scene,
+    incarnations,
+    play,
+    read,
+    running_gateway,
+    text,
+)
+from plane_driver import WAIT
 
 from octavo.frontend.tokenizer import Tokenizer
-from octavo.proto.session import Cancel, Hello, Submit, Welcome
+from octavo.proto.plan import Beams
+from octavo.proto.session import (
+    Cancel,
+    Hello,
+    Pin,
+    Pins,
+    PinsQuery,
+    PinState,
+    Submit,
+    Unpin,
+    Welcome,
+)
 from octavo.v1 import generation_pb2 as pb
-from octavo.v1 import generation_pb2_grpc as pb_grpc
-
-MODEL = "SmolLM2-135M-Instruct"
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for held in sockets:
-            held.bind(("127.0.0.1", 0))
-        return [held.getsockname()[1] for held in sockets]
-
-
-@dataclass
-class Process:
-    """A gateway whose control plane is the test."""
-
-    popen: subprocess.Popen[bytes]
-    plane_port: int
-    grpc_port: int
-    http_port: int
-
-
-@contextlib.contextmanager
-def running_gateway(log: Path) -> Iterator[Process]:
-    plane, grpc_port, http = free_ports(3)
-    options = f"--gateway-port={plane} --grpc-port={grpc_port} --http-port={http} --max-live-requests=2"
-    command = [sys.executable, "-m", "octavo.frontend.cli", "gateway", *options.split()]
-    with log.open("wb") as stream:
-        popen = subprocess.Popen(command, stdout=stream, stderr=stream)
-    try:
-        yield Process(popen, plane, grpc_port, http)
-    finally:
-        popen.kill()
-        popen.wait()
-
-
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    with running_gateway(tmp_path_factory.mktemp("gateway") / "log") as process:
-        yield process
-
-
-@dataclass
-class Scene:
-    """One test's connections to the gateway."""
-
-    gateway: Process
-    context: zmq.asyncio.Context
-    driver: Driver
-    stub: Any
-    health: Any
-
-    async def status(self) -> int:
-        request = health_pb2.HealthCheckRequest()
-        reply = await self.health.Check(request, wait_for_ready=True, timeout=WAIT)
-        return int(reply.status)
-
-    async def until_status(self, status: int) -> None:
-        async with asyncio.timeout(WAIT):
-            while await self.status() != status:
-                await asyncio.sleep(0.02)
-
-    async def new_control_plane(self, incarnation: int) -> None:
-        """The old one dies; another one listens on its port."""
-        self.driver.socket.close()
-        await self.until_status(NOT_SERVING)
-        self.driver = Driver(self.context, self.gateway.plane_port, incarnation)
-
-    def generate(self, **sampling: Any) -> Any:
-        request = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(**sampling))
-        return self.stub.Generate(request, wait_for_ready=True, timeout=WAIT)
-
-    async def http(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, str, Any]:
-        """Status, body and headers."""
-        data = None if body is None else json.dumps(body).encode()
-        url = f"http://127.0.0.1:{self.gateway.http_port}{path}"
-        return await asyncio.to_thread(_http, url, data)
-
-
-def _http(url: str, data: bytes | None) -> tuple[int, str, Any]:
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=WAIT) as reply:
-            return reply.status, reply.read().decode(), reply.headers
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode(), error.headers
-
-
-@contextlib.asynccontextmanager
-async def scene(gateway: Process, incarnation: int) -> AsyncIterator[Scene]:
-    context = zmq.asyncio.Context()
-    driver = Driver(context, gateway.plane_port, incarnation)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
-        stub, health = (
-            _untyped(pb_grpc.GenerationStub, channel),
-            _untyped(health_pb2_grpc.HealthStub, channel),
-        )
-        current = Scene(gateway, context, driver, stub, health)
-        try:
-            yield current
-        finally:
-            current.driver.socket.close()
-            context.destroy(0)
-
-
-def _untyped(stub: Any, channel: grpc.aio.Channel) -> Any:
-    """Generated stubs have no types."""
-    return stub(channel)
-
-
-_incarnations = iter(range(100, 1000))
-
-
-def play(gateway: Process, test: Callable[[Scene], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with scene(gateway, next(_incarnations)) as current:
-            await test(current)
-
-    asyncio.run(whole())
-
-
-async def read(call: Any) -> list[pb.GenerateDelta]:
-    return [delta async for delta in call]
-
-
-def text(deltas: list[pb.GenerateDelta]) -> str:
-    return "".join(delta.text for delta in deltas)
 
 
 def test_health_follows_the_control_plane(gateway: Process) -> None:
@@ -184,7 +70,7 @@ def test_streams_go_on_when_the_control_plane_is_replaced(
         first = await s.driver.expect(Submit)
         await s.driver.tokens(first, 0, 0, ids[:5])
         await s.driver.tokens(first, 0, 3, ids[3:9])  # overlaps what was sent
-        await s.new_control_plane(next(_incarnations))
+        await s.new_control_plane(next(incarnations))
         await s.driver.welcome()
         second = await s.driver.expect(Submit)
         have = second.samples[0].tokens.tolist()
@@ -215,6 +101,142 @@ def test_a_stop_string_is_cancelled_and_cut_off(gateway: Process, tokenizer: Tok
         assert deltas[-1].finish_reason == "stop"
         assert deltas[-1].stop_reason == "o three"
         assert deltas[-1].usage.completion_tokens == 3
+
+    play(gateway, test)
+
+
+def test_beam_search_over_grpc(gateway: Process, tokenizer: Tokenizer) -> None:
+    best, second = tokenizer.encode(" one two"), tokenizer.encode(" three")
+    asked: dict[str, Any] = {
+        "use_beam_search": True,
+        "n": 2,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
+    }
+
+    async def test(s: Scene) -> None:
+        await s.driver.welcome()
+        unary = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(**asked))
+        calls = (read(s.generate(**asked)), s.stub.GenerateUnary(unary, timeout=WAIT))
+        readers = [asyncio.ensure_future(call) for call in calls]
+        for _ in readers:
+            submit = await s.driver.expect(Submit)
+            assert submit.beams == Beams(length_penalty=0.5, early_stopping="never")
+            await s.driver.tokens(submit, 1, 0, second)
+            await s.driver.finish(submit, 1, "length", -1.25)
+            await s.driver.tokens(submit, 0, 0, best)
+            await s.driver.finish(submit, 0, "length", -0.5)
+        deltas, reply = await asyncio.gather(*readers)
+        for answers in (deltas, reply.choices):
+            assert [(a.index, a.text, a.score) for a in answers] == [
+                (0, " one two", -0.5),
+                (1, " three", -1.25),
+            ]
+        assert deltas[-1].usage.completion_tokens == len(best) + len(second)
+        assert reply.usage == deltas[-1].usage
+
+    play(gateway, test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_beam_search_over_http(gateway: Process, tokenizer: Tokenizer, stream: bool) -> None:
+    ids = tokenizer.encode(" one two")
+    body = {"model": MODEL, "prompt": "hello", "use_beam_search": True, "n": 2, "stream": stream}
+
+    async def test(s: Scene) -> None:
+        await s.driver.welcome()
+        asking = asyncio.ensure_future(s.http("/v1/completions", body))
+        submit = await s.driver.expect(Submit)
+        for sample in (0, 1):
+            await s.driver.tokens(submit, sample, 0, ids[sample:])
+            await s.driver.finish(submit, sample, "length", -0.5 - sample)
+        status, events, _ = await asking
+        assert status == 200
+        answers = [line.removeprefix("data: ") for line in events.splitlines() if line]
+        choices = [c for a in answers if a != "[DONE]" for c in json.loads(a)["choices"]]
+        assert [(c["index"], c["text"], c["score"]) for c in choices] == [
+            (0, " one two", -0.5),
+            (1, " two", -1.5),
+        ]
+
+    play(gateway, test)
+
+
+def test_best_of(gateway: Process, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(" one two")
+
+    async def test(s: Scene) -> None:
+        await s.driver.welcome()
+        body = {"model": MODEL, "prompt": "hello", "best_of": 2}
+        whole = asyncio.ensure_future(s.http("/v1/completions", body))
+        streamed = asyncio.ensure_future(read(s.generate(best_of=2)))
+        for _ in (whole, streamed):
+            submit = await s.driver.expect(Submit)
+            await s.driver.tokens(submit, 0, 0, ids[:1], [-2.0])
+            await s.driver.tokens(submit, 1, 0, ids[1:], [-1.0])
+            await s.driver.finish(submit, 0)
+            await s.driver.finish(submit, 1)
+        answer, deltas = json.loads((await whole)[1]), await streamed
+        assert [(c["text"], c["logprobs"]) for c in answer["choices"]] == [(" two", None)]
+        assert answer["usage"]["completion_tokens"] == 2
+        assert [(d.index, d.text, list(d.logprobs)) for d in deltas] == [(0, " two", [])]
+        assert deltas[-1].usage.completion_tokens == 2
+        status, refusal, _ = await s.http("/v1/completions", {**body, "stream": True})
+        assert (status, json.loads(refusal)["error"]["param"]) == (400, "best_of")
+
+    play(gateway, test)
+
+
+def test_prefixes(gateway: Process, tokenizer: Tokenizer) -> None:
+    async def test(s: Scene) -> None:
+        await s.driver.welcome()
+        await s.until_status(SERVING)
+        state = PinState(name="rules", tokens=16, blocks=2)
+        asked = pb.RegisterPrefixRequest(name="rules", text="one two three", cache_salt="us")
+        asking = s.stub.RegisterPrefix(asked, timeout=WAIT)
+        pin = await s.driver.expect(Pin)
+        assert pin.tokens.tolist() == tokenizer.encode("one two three")
+        assert pin.cache_salt == "us"
+        await s.driver.send(Pins(query=pin.query, pins=[state]))
+        reply = await asking
+        assert (reply.pinned_tokens, reply.pinned_blocks) == (16, 2)
+        listing = s.stub.ListPrefixes(pb.ListPrefixesRequest(), timeout=WAIT)
+        query = await s.driver.expect(PinsQuery)
+        await s.driver.send(Pins(query=query.query, pins=[state]))
+        prefixes = (await listing).prefixes
+        assert [(p.name, p.pinned_tokens, p.pinned_blocks) for p in prefixes] == [("rules", 16, 2)]
+        for code in ("NOT_FOUND", "OK"):
+            asking = s.stub.UnregisterPrefix(pb.UnregisterPrefixRequest(name="rules"), timeout=WAIT)
+            unpin = await s.driver.expect(Unpin)
+            await s.driver.send(Pins(query=unpin.query, code=code, reason="no prefix 'rules'"))
+            if code == "OK":
+                await asking
+            else:
+                with pytest.raises(grpc.aio.AioRpcError, match="no prefix 'rules'") as caught:
+                    await asking
+                assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    play(gateway, test)
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        (pb.RegisterPrefixRequest(text="x"), "name must have 1 to 256 characters, got 0"),
+        (pb.RegisterPrefixRequest(name="x"), "prompt must be given as text or token_ids"),
+        (
+            pb.RegisterPrefixRequest(name="x", token_ids=pb.TokenIds()),
+            "prompt must have at least 1 token",
+        ),
+        (pb.RegisterPrefixRequest(name="x", token_ids=pb.TokenIds(ids=[-1])), "prompt has token id -1"),
+        (pb.RegisterPrefixRequest(name="x", text="x", cache_salt="s" * 257), "cache_salt must have"),
+    ],
+)
+def test_bad_prefixes(gateway: Process, asked: pb.RegisterPrefixRequest, problem: str) -> None:
+    async def test(s: Scene) -> None:
+        with pytest.raises(grpc.aio.AioRpcError, match=problem) as caught:
+            await s.stub.RegisterPrefix(asked, timeout=WAIT)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     play(gateway, test)
 

@@ -1,19 +1,15 @@
 """The gateway's session with the control plane, driven from the other end of a real socket."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
-import zmq.asyncio
+from link_session import VOCAB, Session, drive
 from plane_driver import WAIT, Driver, until
 
 from octavo.frontend.errors import RequestError
-from octavo.frontend.link import Link, LinkRefusedError
-from octavo.frontend.live import LiveRequest, Score
-from octavo.proto.plan import DrawLogprobs, Sampling
+from octavo.frontend.link import LinkRefusedError
+from octavo.frontend.live import Score
+from octavo.proto.plan import Beams, DrawLogprobs
 from octavo.proto.session import (
     BeatAnswer,
     Cancel,
@@ -28,77 +24,6 @@ from octavo.proto.session import (
     gateway_identity,
 )
 from octavo.proto.wire import float32s, int32s
-
-VOCAB = 100
-
-
-@dataclass
-class Recorder:
-    """Listens to one request."""
-
-    tokens: list[tuple[int, int]] = field(default_factory=list)
-    scores: list[Score | None] = field(default_factory=list)
-    finishes: list[tuple[int, str, int | None]] = field(default_factory=list)
-    prompt_scores: list[float] = field(default_factory=list)
-    cached: int = 0
-    error: RequestError | None = None
-
-    def on_token(self, sample: int, token: int, score: Score | None) -> None:
-        self.tokens.append((sample, token))
-        self.scores.append(score)
-
-    def on_finish(self, sample: int, reason: str, stop_token: int | None) -> None:
-        self.finishes.append((sample, reason, stop_token))
-
-    def on_prompt_scores(self, scores: Sequence[Score]) -> None:
-        self.prompt_scores += [score.logprob for score in scores]
-
-    def on_started(self, cached_tokens: int) -> None:
-        self.cached = cached_tokens
-
-    def on_failure(self, error: RequestError) -> None:
-        self.error = error
-
-
-@dataclass
-class Session:
-    context: zmq.asyncio.Context
-    driver: Driver
-    link: Link
-    run: asyncio.Future[None]
-
-    def open(self, n: int = 1, **sampling: Any) -> tuple[Recorder, LiveRequest]:
-        recorder = Recorder()
-        live = LiveRequest(
-            recorder, [1, 2, 3], Sampling(seed=5, **sampling), n, max_tokens=8, arrival=12.5
-        )
-        self.link.open(live)
-        return recorder, live
-
-
-@contextlib.asynccontextmanager
-async def session() -> AsyncIterator[Session]:
-    context = zmq.asyncio.Context()
-    driver = Driver(context)
-    link = Link(driver.address, "digest", VOCAB, max_live=16)
-    run = asyncio.ensure_future(link.run())
-    current = Session(context, driver, link, run)
-    try:
-        yield current
-    finally:
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
-        link.shut_down()
-        current.driver.socket.close()
-        context.destroy(0)
-
-
-def drive(test: Callable[[Session], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with session() as current:
-            await test(current)
-
-    asyncio.run(whole())
 
 
 def test_hello_and_welcome() -> None:
@@ -396,5 +321,60 @@ def test_info_without_a_control_plane_is_unavailable() -> None:
         with pytest.raises(RequestError) as caught:
             await s.link.info()
         assert caught.value.code == "UNAVAILABLE"
+
+    drive(test)
+
+
+# -- beam search ------------------------------------------------------------------------------------
+
+BEAMS = Beams(length_penalty=0.5, early_stopping="never")
+
+
+def test_hypotheses_are_told_when_all_are_whole() -> None:
+    async def test(s: Session) -> None:
+        await s.driver.welcome()
+        recorder, live = s.open(n=2, beams=BEAMS)
+        submit = await s.driver.expect(Submit)
+        assert submit.beams == BEAMS
+        assert [state.tokens.tolist() for state in submit.samples] == [[], []]
+        await s.driver.tokens(submit, 1, 0, [20])
+        await s.driver.finish(submit, 1, "length", -1.5)
+        await s.driver.tokens(submit, 0, 0, [10, 11])
+        await until(lambda: live.received == 3)
+        assert not recorder.tokens
+        assert not recorder.finishes
+        await s.driver.finish(submit, 0, "stop", -0.5)
+        await until(lambda: s.link.live_count == 0)
+        assert recorder.tokens == [(0, 10), (0, 11), (1, 20)]
+        assert recorder.finishes == [(0, "stop", None), (1, "length", None)]
+        assert recorder.hypothesis_scores == [-0.5, -1.5]
+
+    drive(test)
+
+
+@pytest.mark.parametrize("sign", ["gap", "unknown"])
+def test_a_beam_search_starts_over(sign: str) -> None:
+    async def test(s: Session) -> None:
+        await s.driver.welcome()
+        recorder, live = s.open(n=2, beams=BEAMS, eos_token_ids=int32s([2]))
+        old = await s.driver.expect(Submit)
+        await s.driver.tokens(old, 0, 0, [10, 2])
+        await s.driver.finish(old, 0, "stop", -0.5)
+        if sign == "gap":
+            await s.driver.tokens(old, 1, 1, [21])
+        else:
+            await s.driver.send(BeatAnswer(controlplane=7, known=False))
+            await s.driver.welcome()
+        new = await s.driver.expect(Submit)
+        assert (new.attempt, new.beams, live.received) == (1, BEAMS, 0)
+        assert [(state.tokens.tolist(), state.finish) for state in new.samples] == [([], ""), ([], "")]
+        await s.driver.finish(old, 1, "stop", -0.75)  # of the old attempt: too late
+        await s.driver.tokens(new, 0, 0, [30])
+        await s.driver.tokens(new, 1, 0, [40])
+        await s.driver.finish(new, 0, "length", -0.25)
+        await s.driver.finish(new, 1, "length", -0.5)
+        await until(lambda: s.link.live_count == 0)
+        assert recorder.tokens == [(0, 30), (1, 40)]
+        assert recorder.hypothesis_scores == [-0.25, -0.5]
 
     drive(test)

@@ -8,8 +8,8 @@ import pytest
 from octavo.frontend.errors import HTTP_STATUS, RequestError
 from octavo.frontend.openai_format import ChatFormatter, CompletionFormatter, error_body
 from octavo.frontend.openai_types import ChatRequest, CompletionRequest
+from octavo.frontend.requests import Usage
 from octavo.frontend.sample import Delta, TokenScore
-from octavo.frontend.streams import Usage
 from octavo.frontend.tokenizer import Tokenizer, Vocabulary
 
 EMOJI = "😀".encode()
@@ -104,6 +104,21 @@ def test_chat_stream_begins_with_the_role_once(byte_vocabulary: Vocabulary) -> N
 def test_stop_reason_is_null_for_eos(byte_vocabulary: Vocabulary, reason: Any, shown: Any) -> None:
     answer = completion(byte_vocabulary).answer([(0, Delta(0, "a", [97], [], "stop", reason))])
     assert answer["choices"][0]["stop_reason"] == shown
+
+
+@pytest.mark.parametrize(("score", "shown"), [(-0.5, -0.5), (float("-inf"), None)])
+def test_a_hypothesis_s_score_is_in_its_choice(
+    byte_vocabulary: Vocabulary, score: float, shown: float | None
+) -> None:
+    delta = Delta(0, "a", [97], [], "length", None, score)
+    for formatter in (completion(byte_vocabulary), chat(byte_vocabulary)):
+        assert formatter.answer([(0, delta)])["choices"][0]["score"] == shown
+        assert formatter.chunks(0, delta)[-1]["choices"][0]["score"] == shown
+
+
+def test_other_choices_have_no_score(byte_vocabulary: Vocabulary) -> None:
+    answer = completion(byte_vocabulary).answer([(0, Delta(0, "a", [97], [], "length"))])
+    assert "score" not in answer["choices"][0]
 
 
 @pytest.mark.parametrize("code", sorted(HTTP_STATUS))

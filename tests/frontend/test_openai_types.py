@@ -58,6 +58,21 @@ def test_completion_fields_go_through() -> None:
     assert call.default_max_tokens == 16
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [(True, "true"), (False, "false"), ("never", "never"), (None, "false")]
+)
+def test_beam_search_fields(given: Any, meant: str) -> None:
+    fields = {"use_beam_search": True, "n": 4, "length_penalty": 0.5, "early_stopping": given}
+    for request in (completion(**fields), chat(**fields)):
+        sampling = request.calls()[0].sampling
+        assert (sampling.use_beam_search, sampling.n, sampling.length_penalty) == (True, 4, 0.5)
+        assert sampling.early_stopping == meant
+
+
+def test_best_of_n_may_be_streamed() -> None:
+    assert completion(stream=True, n=3, best_of=3).calls()[0].sampling.num_samples == 3
+
+
 def test_null_means_the_default() -> None:
     sampling = completion(temperature=None, n=None, stop=None, seed=None).calls()[0].sampling
     assert (sampling.temperature, sampling.n, sampling.stop, sampling.seed) == (1.0, 1, (), None)
@@ -75,7 +90,6 @@ def test_fields_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> Non
         {"functions": [{}]},
         {"response_format": {"type": "json_object"}},
         {"suffix": "x"},
-        {"length_penalty": 2.0},
         {"reasoning_effort": "low"},
     ],
 )
@@ -96,6 +110,10 @@ def test_features_that_are_not_offered(fields: dict[str, Any]) -> None:
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stop": 5}, "stop"),
+        ({"early_stopping": "true"}, "early_stopping"),
+        ({"early_stopping": 1}, "early_stopping"),
+        ({"stream": True, "best_of": 2}, "best_of"),
+        ({"stream": True, "n": 2, "best_of": 3}, "best_of"),
     ],
 )
 def test_bad_fields_are_named(fields: dict[str, Any], field: str) -> None:

@@ -11,7 +11,8 @@ END = 256
 
 
 def sample(vocabulary: Vocabulary, echo: str = "", **sampling: object) -> SampleText:
-    rules = TextRules(vocabulary, SamplingRequest(**sampling), frozenset([END]), (), echo)  # type: ignore[arg-type]
+    asked = SamplingRequest(**{"logprobs": 0, **sampling})  # type: ignore[arg-type]
+    rules = TextRules(vocabulary, asked, frozenset([END]), (), echo)
     return SampleText(0, rules)
 
 
@@ -100,6 +101,23 @@ def test_offsets_count_characters_echo_included(byte_vocabulary: Vocabulary) -> 
     delta = take(text)
     assert delta.text == "heyaéb"
     assert [score.text_offset for score in delta.scores] == [3, 4, 4, 5]
+
+
+def test_scores_that_nobody_asked_for_are_counted_and_not_shown(byte_vocabulary: Vocabulary) -> None:
+    text = sample(byte_vocabulary, logprobs=None)
+    assert text.mean_logprob == 0.0
+    text.push(97, Score(-1.0))
+    text.push(98, Score(-2.0))
+    assert take(text).scores == []
+    assert text.mean_logprob == -1.5
+
+
+def test_a_hypothesis_s_score_comes_with_its_end(byte_vocabulary: Vocabulary) -> None:
+    text = sample(byte_vocabulary)
+    push(text, b"a")
+    assert take(text).score is None
+    text.finish("length", -0.25)
+    assert take(text).score == -0.25
 
 
 def test_echo_without_tokens(byte_vocabulary: Vocabulary) -> None:

@@ -8,7 +8,15 @@ import pytest
 
 from octavo.frontend.errors import RequestError
 from octavo.frontend.requests import GenerateCall, SamplingRequest
-from octavo.frontend.validation import Limits, check_call, check_ids, check_tokens, wire_sampling
+from octavo.frontend.validation import (
+    Limits,
+    check_call,
+    check_ids,
+    check_prefix,
+    check_prefix_tokens,
+    check_tokens,
+    wire_sampling,
+)
 
 LIMITS = Limits(vocab_size=100, max_model_len=32, max_sequences=8, max_token_chars=5)
 NAN, INF = math.nan, math.inf
@@ -60,6 +68,11 @@ def refused(call: GenerateCall, prompt: list[int] | None = None) -> RequestError
         ("logit_bias", {5: NAN}, r"\[-100, 100\]"),
         ("logit_bias", {5: -INF}, r"\[-100, 100\]"),
         ("best_of", 0, "at least n"),
+        ("best_of", 9, "at most 8"),
+        ("length_penalty", 2.0, "needs use_beam_search"),
+        ("length_penalty", NAN, r"\[-10, 10\]"),
+        ("early_stopping", "true", "needs use_beam_search"),
+        ("early_stopping", "sometimes", "true, false, never"),
     ],
 )
 def test_bad_sampling(field: str, value: Any, limit: str) -> None:
@@ -70,12 +83,81 @@ def test_bad_sampling(field: str, value: Any, limit: str) -> None:
     assert re.search(limit, error.message)
 
 
-@pytest.mark.parametrize("fields", [{"use_beam_search": True, "n": 4}, {"best_of": 3, "n": 2}])
-def test_features_that_are_not_offered(fields: dict[str, Any]) -> None:
-    error = refused(GenerateCall([1], SamplingRequest(**fields)))
-    assert error.code == "UNIMPLEMENTED"
-    assert error.http_status == 400
-    assert "not offered" in error.message
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 0.7),
+        ("top_k", 5),
+        ("top_p", 0.9),
+        ("min_p", 0.1),
+        ("logprobs", 0),
+        ("prompt_logprobs", 0),
+        ("stop", ("x",)),
+        ("best_of", 5),
+        ("max_tokens", 0),
+        ("length_penalty", 10.5),
+        ("length_penalty", -INF),
+        ("length_penalty", NAN),
+        ("early_stopping", "True"),
+    ],
+)
+def test_what_beam_search_cannot_take(field: str, value: Any) -> None:
+    error = refused(GenerateCall([1], SamplingRequest(use_beam_search=True, n=4, **{field: value})))
+    assert error.code == "INVALID_ARGUMENT"
+    assert error.field == field
+    assert field in ("length_penalty", "early_stopping") or "use_beam_search" in error.message
+
+
+def test_a_beam_search_is_no_wider_than_its_vocabulary_allows() -> None:
+    sampling = SamplingRequest(use_beam_search=True, n=8, stop_token_ids=list(range(12)))
+    error = refused(GenerateCall([1], sampling))  # 8 beams, 14 continuations of each, 100 tokens
+    assert error.field == "n"
+    assert "must be at most 7" in error.message
+
+
+def test_beam_search_that_is_allowed() -> None:
+    sampling = SamplingRequest(
+        use_beam_search=True,
+        n=8,
+        best_of=8,
+        temperature=0.0,
+        top_k=-1,
+        seed=3,
+        length_penalty=-10.0,
+        early_stopping="never",
+        min_tokens=2,
+        repetition_penalty=1.5,
+        logit_bias={5: 1.0},
+        stop_token_ids=[7],
+    )
+    check_call(GenerateCall([1, 2, 3], sampling), LIMITS)
+    assert wire_sampling(sampling, [2], LIMITS.vocab_size).logprobs is None
+
+
+def test_the_best_are_found_by_log_probabilities() -> None:
+    call = SamplingRequest(n=2, best_of=4)
+    check_call(GenerateCall([1], call), LIMITS)
+    assert wire_sampling(call, [], 100).logprobs == 0
+    assert wire_sampling(SamplingRequest(n=2, best_of=4, logprobs=3), [], 100).logprobs == 3
+    assert wire_sampling(SamplingRequest(n=2, best_of=2), [], 100).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("name", "salt", "field"),
+    [("", "", "name"), ("x" * 257, "", "name"), ("x", "s" * 257, "cache_salt")],
+)
+def test_bad_prefixes(name: str, salt: str, field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_prefix(name, salt)
+    assert caught.value.field == field
+    assert "256" in caught.value.message
+
+
+@pytest.mark.parametrize("tokens", [[], [100], [1] * 33])
+def test_bad_prefix_tokens(tokens: list[int]) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_prefix_tokens(tokens, LIMITS)
+    assert caught.value.field == "prompt"
 
 
 @pytest.mark.parametrize(
