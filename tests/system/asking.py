@@ -19,6 +19,7 @@ class Sample:
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
     finish_reason: str = ""
     stop_reason: str = ""
+    score: float | None = None
 
 
 @dataclass
@@ -76,6 +77,8 @@ def _add(sample: Sample, delta: pb.GenerateDelta) -> None:
     sample.logprobs += delta.logprobs
     sample.finish_reason = delta.finish_reason or sample.finish_reason
     sample.stop_reason = delta.stop_reason or sample.stop_reason
+    if delta.HasField("score"):
+        sample.score = delta.score
 
 
 def whole(stub: Any, message: pb.GenerateRequest) -> Answer:
@@ -89,5 +92,6 @@ def whole(stub: Any, message: pb.GenerateRequest) -> Answer:
             list(choice.logprobs),
             choice.finish_reason,
             choice.stop_reason,
+            choice.score if choice.HasField("score") else None,
         )
     return answer

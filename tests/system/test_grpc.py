@@ -115,9 +115,9 @@ def test_model_and_server_info(stub: Any) -> None:
             "role",
         ),
         (pb.GenerateRequest(chat=pb.ChatPrompt()), "INVALID_ARGUMENT", "messages"),
-        (request(use_beam_search=True, n=2), "UNIMPLEMENTED", "use_beam_search"),
-        (request(length_penalty=2.0), "UNIMPLEMENTED", "length_penalty"),
-        (request(best_of=2), "UNIMPLEMENTED", "best_of"),
+        (request(use_beam_search=True, n=2, logprobs=1), "INVALID_ARGUMENT", "logprobs"),
+        (request(length_penalty=2.0), "INVALID_ARGUMENT", "length_penalty"),
+        (request(n=3, best_of=2), "INVALID_ARGUMENT", "best_of"),
         (request(temperature=float("nan")), "INVALID_ARGUMENT", "temperature"),
     ],
 )
@@ -131,11 +131,20 @@ def test_errors_are_status_codes_that_name_the_field(
         assert named in caught.value.details()
 
 
-@pytest.mark.parametrize("name", ["RegisterPrefix", "UnregisterPrefix", "ListPrefixes"])
-def test_prefixes_are_not_offered(stub: Any, name: str) -> None:
+def test_prefixes_are_registered_listed_and_given_up(stub: Any) -> None:
+    ids = pb.TokenIds(ids=range(500, 540))
+    reply = stub.RegisterPrefix(pb.RegisterPrefixRequest(name="a", token_ids=ids), timeout=TIMEOUT)
+    assert (reply.pinned_tokens, reply.pinned_blocks) == (32, 2)
+    listed = stub.ListPrefixes(pb.ListPrefixesRequest(), timeout=TIMEOUT).prefixes
+    assert [(prefix.name, prefix.pinned_blocks) for prefix in listed] == [("a", 2)]
+    stub.UnregisterPrefix(pb.UnregisterPrefixRequest(name="a"), timeout=TIMEOUT)
     with pytest.raises(grpc.RpcError) as caught:
-        getattr(stub, name)(getattr(pb, f"{name}Request")(), timeout=TIMEOUT)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        stub.UnregisterPrefix(pb.UnregisterPrefixRequest(name="a"), timeout=TIMEOUT)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.RegisterPrefix(pb.RegisterPrefixRequest(name="b", text="short"), timeout=TIMEOUT)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "block of 16" in caught.value.details()
 
 
 def test_other_calls_check_their_fields(stub: Any) -> None:

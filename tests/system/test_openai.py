@@ -225,7 +225,7 @@ def test_an_unknown_model_is_not_found(client: Any) -> None:
         ({"stop": ["a"] * 17}, "stop"),
         ({"suffix": "x"}, "suffix"),
         ({"extra_body": {"top_k": -2}}, "top_k"),
-        ({"extra_body": {"use_beam_search": True, "n": 2}}, "use_beam_search"),
+        ({"extra_body": {"use_beam_search": True, "n": 2, "top_k": 5}}, "top_k"),
         ({"extra_body": {"frobnicate": 1}}, "frobnicate"),
     ],
 )
@@ -274,9 +274,9 @@ def test_probes_and_metrics(client: Any, service: Service) -> None:
     client.completions.create(model=MODEL, prompt="x", max_tokens=2)
     _, metrics = get(f"{service.http}/metrics")
     for name in (
-        "octavo_time_to_first_token_seconds_bucket",
-        "octavo_time_per_output_token_seconds_bucket",
-        "octavo_e2e_request_latency_seconds_bucket",
+        "vllm:time_to_first_token_seconds_bucket",
+        "vllm:request_time_per_output_token_seconds_bucket",
+        "vllm:e2e_request_latency_seconds_bucket",
         'octavo_requests_total{finished_reason="length"}',
         "octavo_generation_tokens_total",
     ):
