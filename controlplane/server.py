@@ -1,18 +1,14 @@
-"""The control plane's process: sockets in, decisions out.
+"""The control plane: sockets in, decisions out.
 
 Everything runs on one event loop, so no state is shared between threads; probes read plain numbers.
 """
 
-import asyncio
 import logging
 import secrets
-import signal
 import time
 
-import uvloop
 import zmq
 
-from octavo.common.probes import ProbeServer
 from octavo.controlplane.counters import Counters
 from octavo.controlplane.gang import Gang, Rank, RankRefused, shape_of, speeds_of
 from octavo.controlplane.gateways import Gateway
@@ -50,7 +46,6 @@ from octavo.proto.wire import Int32s, Message, ProtocolError, unpack
 
 log = logging.getLogger("octavo.controlplane")
 
-_TICK = 0.5  # seconds between looks at leases and heartbeats
 _MAX_FAULTS = 3  # plans in a row that a gang may fail before its requests do
 
 
@@ -453,51 +448,3 @@ class ControlPlane:
 def _check_identity(actual: bytes, expected: bytes) -> None:
     if actual != expected:
         raise ProtocolError("incarnation: not that of the sender's routing id")
-
-
-async def _serve(options: ControlPlaneOptions) -> int:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        control_plane = ControlPlane(options)
-        probes = ProbeServer(
-            options.controlplane_bind,
-            options.controlplane_probe_port,
-            lambda: control_plane.gang.ready,
-            control_plane.metrics.registry,
-        )
-    except (zmq.ZMQError, OSError) as error:
-        log.error(
-            "cannot listen on %s (--gateway-port %d, --worker-port %d, --controlplane-probe-port %d): "
-            "%s; choose free ports",
-            options.controlplane_bind,
-            options.gateway_port,
-            options.worker_port,
-            options.controlplane_probe_port,
-            error,
-        )
-        return 1
-    log.info(
-        "listening on %s: gateways %d, workers %d, probes %d",
-        options.controlplane_bind,
-        options.gateway_port,
-        options.worker_port,
-        options.controlplane_probe_port,
-    )
-    while not stop.is_set():
-        control_plane.tick()
-        try:
-            await asyncio.wait_for(stop.wait(), _TICK)
-        except TimeoutError:
-            continue
-    probes.close()
-    control_plane.close()
-    return 0
-
-
-def main(options: ControlPlaneOptions) -> int:
-    """Runs the control plane until SIGTERM or SIGINT. Returns the exit status."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(options))

@@ -68,7 +68,7 @@ def _controlplane(parser: argparse.ArgumentParser) -> Run:
     from octavo.controlplane.options import ControlPlaneOptions
 
     def run(options: ControlPlaneOptions) -> int:
-        from octavo.controlplane.server import main as run_controlplane
+        from octavo.controlplane.process import main as run_controlplane
 
         return run_controlplane(options)
 

@@ -66,8 +66,8 @@ def fails(command: str, options: dict[str, object], log: Path) -> str:
 
 def test_the_control_plane_loads_no_model_library(tmp_path: Path, ports: dict[str, object]) -> None:
     code = (
-        "import sys, octavo.frontend.cli as cli, octavo.controlplane.server as server\n"
-        "server.main = lambda options: print(sorted(m.split('.')[0] for m in sys.modules)) or 0\n"
+        "import sys, octavo.frontend.cli as cli, octavo.controlplane.process as process\n"
+        "process.main = lambda options: print(sorted(m.split('.')[0] for m in sys.modules)) or 0\n"
         "cli.main(['controlplane'])"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,0 +1,157 @@
+"""What a gang holds: its groups, slots and blocks, and the ways to give them back."""
+
+from collections import deque
+
+from octavo.controlplane.block_manager import BlockManager
+from octavo.controlplane.counters import Counters
+from octavo.controlplane.draft import Flight, Pending, Shape
+from octavo.controlplane.fit import Reserved
+from octavo.controlplane.outputs import Outputs
+from octavo.controlplane.preemption import Speeds
+from octavo.controlplane.prefix import PrefixIndex
+from octavo.controlplane.sequence import OrderedGroups, Sequence, SequenceGroup, State
+from octavo.controlplane.slots import SlotTable
+
+
+class GangState:
+    """Groups are in exactly one state; each state has one place. The scheduler decides, this keeps."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        waiting: OrderedGroups,
+        counters: Counters,
+        speeds: Speeds | None = None,
+    ) -> None:
+        self.waiting = waiting  # shared by all gangs
+        self.counters = counters
+        self.speeds = speeds or Speeds()
+        self.preempted = OrderedGroups()
+        self.outputs = Outputs()
+        self.running: set[SequenceGroup] = set()
+        # Registered prefixes: {name: (salt, tokens)}; their full blocks are or will be pinned.
+        self.reserved: Reserved = {}
+        self._start(shape)
+
+    def _start(self, shape: Shape) -> None:
+        self.shape = shape
+        self.blocks = BlockManager(
+            shape.num_blocks,
+            shape.num_cpu_blocks,
+            shape.block_size,
+            shape.num_slots,
+            shape.max_model_len,
+            PrefixIndex() if shape.prefix_caching else None,
+        )
+        self.slots = SlotTable(shape.num_slots, shape.max_model_len)
+        self.pending = Pending()
+        self._prefilling: list[Sequence] = []
+        self._in_flight: deque[Flight] = deque()
+        self._cancels: list[int] = []  # for each: the last plan that was done when it came
+        self.next_number = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, waits to come back, or is in flight."""
+        return not (self.running or self.preempted or self._in_flight or self.pending.free_slots)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def take_outputs(self) -> Outputs:
+        """What there is to tell the gateways; the next call gives only what is new."""
+        outputs, self.outputs = self.outputs, Outputs()
+        return outputs
+
+    def _slots_of(self, group: SequenceGroup) -> list[int]:
+        return [sequence.slot for sequence in group.sequences if sequence.slot is not None]
+
+    def _any_slot(self, group: SequenceGroup, samples: set[int]) -> bool:
+        return any(
+            sequence.slot is not None and (not samples or sequence.sample in samples)
+            for sequence in group.live
+        )
+
+    def _recompute(self, group: SequenceGroup, kind: str) -> None:
+        for sequence in group.sequences:
+            if sequence.slot is not None:
+                self._release(sequence)
+        self._put_back(group, kind)
+
+    def _put_back(self, group: SequenceGroup, kind: str) -> None:
+        self.running.discard(group)
+        group.state = State.PREEMPTED
+        group.is_prefilling = False
+        if group.search is not None:
+            group.search.forget_answers()
+        self.preempted.add(group)
+        self.counters.preemptions[kind] += 1
+
+    def _forget_swapped(self, group: SequenceGroup) -> None:
+        for sequence in group.sequences:
+            sequence.swapped = None
+
+    def _count_swapped(self, direction: str, blocks: int) -> None:
+        self.counters.swapped_blocks[direction] += blocks
+        self.counters.swapped_bytes[direction] += blocks * self.shape.block_bytes
+
+    def _release(self, sequence: Sequence) -> None:
+        """Frees a sequence's slot and blocks: for the next plan, which runs after those in flight."""
+        assert sequence.slot is not None
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+        self.blocks.free(sequence.slot)
+        self._release_slot(sequence)
+
+    def _release_slot(self, sequence: Sequence) -> None:
+        slot = sequence.slot
+        assert slot is not None
+        if self.slots.announced[slot]:
+            self.pending.free_slots[slot] = None
+        self.pending.drop(slot)
+        self.slots.release(slot)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Finishes a sequence, and its group with the last one."""
+        sequence.finished = True
+        group = sequence.group
+        if sequence.swapped is not None:
+            self.blocks.drop(sequence.swapped)
+            sequence.swapped = None
+        if sequence.slot is not None and not self._is_needed(sequence):
+            self._release(sequence)
+        if group.live:
+            return
+        for other in group.sequences:
+            if other.slot is not None:
+                self._release(other)
+        self._leave_queue(group)
+        group.state = State.FINISHED
+        self.outputs.ended.append(group)
+
+    def _is_needed(self, sequence: Sequence) -> bool:
+        """Whether other samples still wait for what this one prefills."""
+        return sequence in self._prefilling and bool(sequence.group.live)
+
+    def _leave_queue(self, group: SequenceGroup) -> None:
+        if group.state is State.RUNNING:
+            self.running.discard(group)
+        elif group.state is State.WAITING:
+            self.waiting.remove(group)
+        elif group.state is State.PREEMPTED:
+            self.preempted.remove(group)
+
+    def check(self) -> None:
+        """Raises AssertionError unless every block, slot and group is accounted for."""
+        self.blocks.check()
+        held = [sequence for sequence in self.slots.sequences if sequence is not None]
+        assert len(held) + self.slots.num_free == self.slots.num_slots, "a slot is lost"
+        assert {sequence.group for sequence in held} == self.running, "a group without slots runs"
+        for queue, state in ((self.waiting, State.WAITING), (self.preempted, State.PREEMPTED)):
+            assert all(group.state is state for group in queue), f"a {state.value} group is elsewhere"
+        assert all(group.state is State.RUNNING for group in self.running)
+        assert not any(sequence.swapped for group in self.running for sequence in group.sequences)
+        if not self.running:
+            held_blocks = self.blocks.device.total - self.blocks.available
+            assert held_blocks == self.blocks.num_pinned, "blocks are held by nobody"
