@@ -17,10 +17,11 @@ import numpy as np
 from octavo.controlplane import preemption
 from octavo.controlplane.admission import Admission, Entrance, plan_admission
 from octavo.controlplane.beams import advance
+from octavo.controlplane.counters import Counters
 from octavo.controlplane.draft import Draft, Flight, Pending, Shape
 from octavo.controlplane.fit import fit, longest_need
 from octavo.controlplane.outputs import Outputs
-from octavo.controlplane.sequence import Sequence, SequenceGroup, State
+from octavo.controlplane.sequence import OrderedGroups, Sequence, SequenceGroup, State
 from octavo.controlplane.state import GangState
 from octavo.proto.plan import Admit, Plan, PromptLogprobs, Result
 from octavo.proto.wire import Int32s, ProtocolError, int32s
@@ -28,6 +29,16 @@ from octavo.proto.wire import Int32s, ProtocolError, int32s
 
 class Scheduler(GangState):
     """Decides who runs; see `GangState` for what it decides about."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        waiting: OrderedGroups,
+        counters: Counters,
+        speeds: preemption.Speeds | None = None,
+    ) -> None:
+        super().__init__(shape, waiting, counters, speeds)
+        self._fit_all()  # they may have waited for this gang
 
     def reset(self, shape: Shape) -> None:
         """A new epoch: nothing in either pool counts any more; its groups are to be recomputed."""

@@ -16,6 +16,8 @@ from toy_worker import best_continuations
 from octavo.controlplane.beam import candidates_for
 from octavo.controlplane.draft import Shape
 from octavo.controlplane.prefix import PrefixIndex
+from octavo.controlplane.scheduler import Scheduler
+from octavo.controlplane.sequence import SequenceGroup
 from octavo.proto.plan import Beams, Result, Sampling
 from octavo.proto.session import SampleState, Submit
 from octavo.proto.wire import ProtocolError, int32s
@@ -244,6 +246,22 @@ def test_order_is_first_come_first_served_within_a_priority() -> None:
     while driver.step():
         finished += [r for r in driver.told if driver.told[r].finishes and r not in finished]
     assert finished == [4, 1, 3, 5, 2]
+
+
+def test_requests_that_waited_for_the_first_gang_are_fitted_and_served() -> None:
+    gang = shape()
+    early = Driver(gang)
+    requests = [submit(1, prompt(5), 8), submit(2, prompt(5), 8), submit(3, prompt(49), 1)]
+    groups = [SequenceGroup.from_submit(request, i) for i, request in enumerate(requests)]
+    for group in groups:
+        early.waiting.add(group)
+        early.groups[group.id.request] = group
+    early.scheduler = Scheduler(gang, early.waiting, early.counters)
+    early.run()
+    early.check_answer(requests[0])
+    early.check_answer(requests[1])
+    assert early.told[3].failure is not None and "leave no room" in early.told[3].failure[1]
+    early.check_idle()
 
 
 def test_results_out_of_order_are_refused() -> None:
