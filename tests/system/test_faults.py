@@ -50,7 +50,12 @@ def idle_afterwards(service: Service) -> Iterator[None]:
 def test_recomputation_loses_and_repeats_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Eight golden streams in a pool for about two: many preemptions, the same tokens and usage."""
     lines = golden("greedy")[:8]
-    options: dict[str, object] = {"num_kv_blocks": 26, "block_size": 8, "prefill_chunk": 16}
+    options: dict[str, object] = {
+        "num_kv_blocks": 26,
+        "block_size": 8,
+        "prefill_chunk": 16,
+        "preemption": "recompute",
+    }
     with Service(tmp_path_factory.mktemp("pressure") / "log", options) as small:
         with grpc.insecure_channel(small.target) as channel, ThreadPoolExecutor(8) as pool:
             stub = pb_grpc.GenerationStub(channel)
