@@ -63,8 +63,10 @@ def _fresh(group: SequenceGroup, blocks: BlockManager) -> Admission:
     found = _find(group, group.prompt, blocks, len(group.prompt) - 1)
     length = len(group.prompt)
     whole = blocks.blocks_for(max(length, min(length + 1, group.end - 1)))
-    cached = blocks.device.num_cached([entry.block for entry in found])
-    return Admission([Entrance(lead, group.prompt, found)], whole - len(found) + cached)
+    wants = whole - len(found)
+    if found:
+        wants += blocks.device.num_cached([entry.block for entry in found])
+    return Admission([Entrance(lead, group.prompt, found)], wants)
 
 
 def _with_outputs(group: SequenceGroup, blocks: BlockManager) -> Admission:

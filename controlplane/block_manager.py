@@ -84,13 +84,14 @@ class BlockManager:
 
         Raises OutOfBlocks.
         """
-        self.device.share(shared)  # first: a cached block that is shared must not be evicted
-        fresh = self.device.take(self.blocks_for(tokens) - len(shared))
-        length = len(shared) + len(fresh)
-        self._tables[slot, : len(shared)] = shared
-        self._tables[slot, len(shared) : length] = fresh
+        length, held = self.blocks_for(tokens), len(shared)
+        table = self._tables[slot, :length]
+        if held:
+            self.device.share(shared)  # first: a cached block that is shared must not be evicted
+            table[:held] = shared
+        table[held:] = self.device.take(length - held)
         self.lengths[slot] = length
-        return self.table(slot)
+        return table
 
     def append(self, slots: Int32s) -> Int32s:
         """One fresh block at the end of each slot's table. Raises OutOfBlocks and changes nothing."""

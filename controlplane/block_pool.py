@@ -64,8 +64,6 @@ class BlockPool:
 
     def share(self, blocks: Int32s) -> None:
         """One more reference to each of these distinct blocks."""
-        if not len(blocks):
-            return
         if self._cached:
             for block in blocks[self.counts[blocks] == 0].tolist():
                 del self._cached[block]
@@ -77,8 +75,9 @@ class BlockPool:
         Those at count 0 become free, or cached where they can be found again: the last of a table
         first, so that it is evicted before what comes before it.
         """
-        self.counts[blocks] -= 1
-        dead = blocks[self.counts[blocks] == 0]
+        left = self.counts[blocks] - 1
+        self.counts[blocks] = left
+        dead = blocks[left == 0]
         if self._is_findable is not None:
             dead = self._keep(dead.tolist())
         self._free[self._num_free : self._num_free + len(dead)] = dead

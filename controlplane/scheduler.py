@@ -26,6 +26,8 @@ from octavo.controlplane.state import GangState
 from octavo.proto.plan import Admit, Plan, PromptLogprobs, Result
 from octavo.proto.wire import Int32s, ProtocolError, int32s
 
+NO_BLOCKS = int32s()
+
 
 class Scheduler(GangState):
     """Decides who runs; see `GangState` for what it decides about."""
@@ -237,8 +239,10 @@ class Scheduler(GangState):
         """Gives a sample its slot and blocks, and starts its prefill."""
         sequence, size = entrance.sequence, self.shape.block_size
         self.counters.prefix_hit_tokens += len(entrance.found) * size
-        shared = int32s([entry.block for entry in entrance.found])
-        if entrance.leader is not None:
+        shared = NO_BLOCKS
+        if entrance.found:
+            shared = int32s([entry.block for entry in entrance.found])
+        elif entrance.leader is not None:
             assert entrance.leader.slot is not None
             shared = self.blocks.table(entrance.leader.slot)[: entrance.led_tokens // size].copy()
         computed = len(shared) * size

@@ -73,6 +73,7 @@ class SequenceGroup:
     is_prefilling: bool = False  # some sample has tokens to compute before it can draw
     cache_salt: str = ""
     search: BeamSearch | None = None  # of a beam search; the live samples are its beams, in order
+    stops: frozenset[int] = frozenset()  # tokens that end a sample
     prefix: str | None = None  # the name under which the prompt's full blocks are to be pinned
 
     @classmethod
@@ -89,17 +90,17 @@ class SequenceGroup:
         for sample, state in enumerate(submit.samples):
             sequence = Sequence(group, sample, state.tokens, finished=state.finish != "")
             group.sequences.append(sequence)
+        sampling = submit.sampling
+        eos = () if sampling.ignore_eos else sampling.eos_token_ids.tolist()
+        group.stops = frozenset([*eos, *sampling.stop_token_ids.tolist()])
         if submit.beams is not None:
             group.start_search(submit.beams)
         return group
 
     def start_search(self, beams: Beams) -> None:
         """Makes the samples the beams of one search."""
-        sampling = self.sampling
-        eos = () if sampling.ignore_eos else sampling.eos_token_ids.tolist()
-        stops = frozenset([*eos, *sampling.stop_token_ids.tolist()])
-        self.search = BeamSearch(beams, len(self.sequences), self.max_tokens, stops)
-        sampling.candidates = self.search.num_candidates
+        self.search = BeamSearch(beams, len(self.sequences), self.max_tokens, self.stops)
+        self.sampling.candidates = self.search.num_candidates
 
     @property
     def live(self) -> list[Sequence]:

@@ -51,7 +51,7 @@ class SlotTable:
     def take(self, sequence: Sequence, history: Int32s, computed: int) -> int:
         """Gives a free slot to a sequence whose tokens so far are `history`."""
         slot = self._free.pop()
-        group, sampling = sequence.group, sequence.group.sampling
+        group = sequence.group
         self.sequences[slot] = sequence
         sequence.slot = slot
         self._tokens[slot, : len(history)] = history
@@ -63,15 +63,12 @@ class SlotTable:
         self.attempt[slot] = group.attempt
         self.sample[slot] = sequence.sample
         self.searching[slot] = group.search is not None
-        eos = () if sampling.ignore_eos else tuple(sampling.eos_token_ids)
-        self._set_stops(slot, (*eos, *sampling.stop_token_ids))
-        return slot
-
-    def _set_stops(self, slot: int, stops: tuple[int, ...]) -> None:
-        self.eos[slot] = stops[0] if len(stops) == 1 else NO_TOKEN
+        stops = group.stops
         self.has_stop_set[slot] = len(stops) > 1
+        self.eos[slot] = next(iter(stops)) if len(stops) == 1 else NO_TOKEN
         if len(stops) > 1:
-            self.stop_sets[slot] = frozenset(int(token) for token in stops)
+            self.stop_sets[slot] = stops
+        return slot
 
     def release(self, slot: int) -> None:
         """Takes the slot from its sequence, which keeps a copy of its known outputs."""

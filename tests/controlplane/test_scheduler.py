@@ -119,6 +119,21 @@ def test_stops_and_limits() -> None:
     driver.check_idle()
 
 
+def test_a_slot_forgets_how_its_last_sequence_ended() -> None:
+    """One slot, used by sequences with one, several and no ending tokens in turn."""
+    driver = Driver(shape(num_slots=1))
+    endings: list[list[int]] = [[11], [7, 8], [], [0], list(range(20)), [], [3]]
+    requests = [
+        submit(i, prompt(5, i), 30, sampling=Sampling(seed=i, stop_token_ids=int32s(stops)))
+        for i, stops in enumerate(endings, start=1)
+    ]
+    for request in requests:
+        driver.add(request)
+    driver.run()
+    for request in requests:
+        driver.check_answer(request)
+
+
 def test_no_output_wanted_only_scores_of_the_prompt() -> None:
     driver = Driver(shape())
     request = submit(1, prompt(20), max_tokens=0, sampling=Sampling(prompt_logprobs=0))
