@@ -28,7 +28,7 @@ class Usage:
     """How well the blocks that sequences hold are used."""
 
     tokens: int  # whose KV is there, shared ones counted once
-    physical: int  # blocks
+    physical: int  # blocks held, pinned ones included
     logical: int  # entries of block tables: what it would take without sharing
 
 
@@ -304,7 +304,7 @@ class BlockManager:
             int(self.lengths[slots[i]]) * self.block_size - int(computed[slots[i]])
             for i in room.values()
         )
-        physical = self.num_distinct(slots.tolist())
+        physical = self.device.total - self.device.available
         logical = int(self.lengths.sum())
         return Usage(physical * self.block_size - unused, physical, logical)
 

@@ -100,6 +100,20 @@ def test_fork_then_abort_before_the_first_append() -> None:
     driver.check_idle()
 
 
+def test_usage_counts_tokens_and_what_sharing_saves() -> None:
+    driver = Driver(shape(num_blocks=40, prefill_chunk=16), depth=1)
+    driver.add(submit(1, prompt(6), max_tokens=8, n=3))
+    for generated in range(1, 5):
+        driver.step()
+        usage = driver.scheduler.blocks.usage(driver.scheduler.slots.computed)
+        if generated == 1:  # all blocks shared: the KV of six tokens in two blocks
+            assert (usage.tokens, usage.physical, usage.logical) == (6, 2, 6)
+            continue
+        own = -(-(6 + generated - 1) // 4) - 1  # blocks of each sample beside the shared one
+        assert (usage.physical, usage.logical) == (1 + 3 * own, 3 * (1 + own))
+        assert usage.tokens == 4 + 3 * (6 + generated - 1 - 4)
+
+
 def test_stops_and_limits() -> None:
     driver = Driver(shape(num_blocks=100))
     requests = [
