@@ -103,9 +103,12 @@ class Scheduler(GangState):
             if self._in_flight:
                 return None
             self._preempt(draft, max(self.running, key=lambda group: group.key))
-        if self._yield_to_priority(draft):
-            return self.slots.decode_rows()
-        return rows
+        lower = [] if draft.preempts else self._groups_that_must_yield()
+        if lower and self._in_flight:
+            return None
+        for group in lower:
+            self._preempt(draft, group)
+        return self.slots.decode_rows() if lower else rows
 
     def _blocks_wanted(self, rows: Int32s) -> int:
         indices = self.slots.computed[rows] // self.shape.block_size
@@ -123,7 +126,7 @@ class Scheduler(GangState):
         blocks = self.blocks.append(new)
         entries = zip(new.tolist(), indices[appends].tolist(), blocks.tolist(), strict=True)
         draft.entries.extend(entries)
-        draft.decodes = rows
+        draft.decodes = np.concatenate([draft.decodes, rows])
         draft.budget -= len(rows)
         self.slots.computed[rows] += 1
         # The next token of a beam depends on this plan's result.
@@ -293,28 +296,31 @@ class Scheduler(GangState):
             self.blocks.start_chain(sequence.slot, group.cache_salt, entrance.found)
             self._announce(draft, sequence, entrance.history)
             self.slots.decoding[sequence.slot] = True
+        if len(slots) <= draft.budget:  # at once, before others take the blocks of its next tokens
+            self._add_decodes(draft, int32s(slots))
 
     # -- preemption --------------------------------------------------------------------------------
 
-    def _yield_to_priority(self, draft: Draft) -> bool:
-        """Preempts running groups of a lower level when the first in line has no room otherwise."""
+    def _groups_that_must_yield(self) -> list[SequenceGroup]:
+        """Running groups of a lower level than the first in line, largest key first, as many as make
+        room for it; none if it has room, or would have none all the same."""
         first = self._next_in_line()
-        if first is None or self._in_flight or draft.preempts:
-            return False
-        lower = [g for g in self.running if g.key.priority > first.key.priority]
-        lower.sort(key=lambda group: group.key)
-        wanted = plan_admission(first, self.blocks).wants if lower else 0
-        held = sum(self.blocks.num_held(self._slots_of(group)) for group in lower)
-        slots = sum(len(group.live) for group in lower) + self.slots.num_free
-        if not lower or wanted > self.blocks.available + held or len(first.live) > slots:
-            return False
-        while lower and not self._has_place(first, wanted):
-            self._preempt(draft, lower.pop())
-        return draft.preempts
-
-    def _has_place(self, group: SequenceGroup, wanted: int) -> bool:
-        room = self.blocks.available - self._blocks_wanted(self.slots.decode_rows())
-        return wanted + self._spare() <= room and len(group.live) <= self.slots.num_free
+        if first is None:
+            return []
+        lower = [group for group in self.running if group.key.priority > first.key.priority]
+        if not lower:
+            return []
+        lower.sort(key=lambda group: group.key, reverse=True)
+        blocks = self.blocks.available - self._blocks_wanted(self.slots.decode_rows())
+        slots = self.slots.num_free
+        wanted = plan_admission(first, self.blocks).wants + self._spare()
+        for count in range(len(lower) + 1):
+            if wanted <= blocks and len(first.live) <= slots:
+                return lower[:count]
+            if count < len(lower):
+                blocks += self.blocks.num_held(self._slots_of(lower[count]))
+                slots += len(lower[count].live)
+        return []
 
     def _preempt(self, draft: Draft, group: SequenceGroup) -> None:
         """Takes everything from a group whose tokens are all known. It comes back whole."""

@@ -338,7 +338,7 @@ def test_shared_blocks_are_swapped_once_and_stay_shared() -> None:
     driver.force_preemption(1)
     assert driver.counters.swapped_blocks["out"] == used
     assert driver.scheduler.blocks.swap.state().used == used
-    driver.step()
+    driver.step()  # back, and one token further: each sample still writes into its own block
     assert driver.scheduler.blocks.device.state().used == used
     assert driver.scheduler.blocks.swap.state().used == 0
     driver.run()
@@ -393,9 +393,10 @@ def test_cancel_of_a_preempted_group_frees_both_pools(mode: str) -> None:
 # -- priorities -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_a_higher_level_preempts_a_lower_one(mode: str) -> None:
-    driver = Driver(shape(num_blocks=10, num_cpu_blocks=10, preemption=mode), depth=1)
+def test_a_higher_level_preempts_a_lower_one(mode: str, depth: int) -> None:
+    driver = Driver(shape(num_blocks=10, num_cpu_blocks=10, preemption=mode), depth)
     low = [submit(i, prompt(8, i), max_tokens=10, priority=1) for i in (1, 2)]
     for request in low:
         driver.add(request)
@@ -406,7 +407,7 @@ def test_a_higher_level_preempts_a_lower_one(mode: str) -> None:
     finished: list[int] = []
     while driver.step():
         finished += [r for r in driver.told if driver.told[r].finishes and r not in finished]
-    assert finished[0] == 3
+    assert finished.index(3) < finished.index(2)  # the first of the lower level may have had room
     assert driver.counters.preemptions[mode] >= 1
     for request in (*low, high):
         driver.check_answer(request)
