@@ -36,11 +36,6 @@ class Admission:
     wants: int  # available device blocks that it takes, those of its next tokens included
     hits: dict[int, int] = field(default_factory=dict)  # swapped blocks still on the device
 
-    @property
-    def found_tokens(self) -> int:
-        """Blocks that the first sample finds instead of computing."""
-        return len(self.entrances[0].found) if self.entrances else 0
-
 
 def plan_admission(group: SequenceGroup, blocks: BlockManager) -> Admission:
     """How this group would come in now."""

@@ -1,7 +1,6 @@
 """Requests come in here: checked against limits, queued, cancelled, forgotten."""
 
 import itertools
-import time
 
 from octavo.controlplane.gateways import Gateway, Gateways
 from octavo.controlplane.options import ControlPlaneOptions
@@ -91,8 +90,3 @@ class Reception:
         for group in list(gateway.groups.values()):
             self.cancel_group(group, set(), scheduler)
         self.gateways.remove(gateway)
-
-    def oldest_wait(self) -> float:
-        """Seconds that the first waiting group has waited."""
-        first = self.waiting.first()
-        return max(0.0, time.time() - first.key.arrival) if first else 0.0
