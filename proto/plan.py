@@ -10,7 +10,11 @@ Block ids are indices into the gang's device pool, "cpu block" ids into its CPU 
 array holds ``[a0, b0, a1, b1, ...]``.
 """
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
 
 from octavo.proto.wire import (
     Float32s,
@@ -53,8 +57,12 @@ class Sampling(Message):
     # after bias, masks and penalties, and the slot gets its token with a later plan (beam search).
     candidates: int = 0
 
+    def encode_once(self) -> None:
+        """Call it when the parameters are final: they travel with every admission of a request."""
+        self.__dict__.pop("_made", None)
+        self._fields()
+
     def _fields(self) -> list[Any]:
-        """Made once: the same parameters travel with every admission of a request."""
         fields: list[Any] | None = self.__dict__.get("_made")
         if fields is None:
             fields = self.__dict__["_made"] = super()._fields()
@@ -69,8 +77,8 @@ class Beams(Message):
     early_stopping: str = limited(8, default="false")  # "true", "false" or "never"
 
 
-@part
-class Admit(Message):
+@dataclass(kw_only=True)
+class Admit:
     """Gives a slot to a sequence. Filled by the scheduler, on admission and on resumption.
 
     The worker sets the slot's state whole: whatever the slot held before is gone.
@@ -85,6 +93,72 @@ class Admit(Message):
     sampling: Sampling
     # Log-probabilities of prompt tokens at positions >= this are wanted, if any are.
     prompt_logprobs_from: int = 0
+
+
+@part
+class Admits(Message):
+    """All admissions of a plan as columns: entry i of each is about the same sequence.
+
+    `tokens` and `blocks` hold those of all sequences one after the other, as many as the counts say.
+    Iterating gives an `Admit` for each.
+    """
+
+    slots: Int32s = limited(default_factory=int32s)
+    token_counts: Int32s = limited(default_factory=int32s)
+    tokens: Int32s = limited(default_factory=int32s)
+    prompt_lens: Int32s = limited(default_factory=int32s)
+    computed: Int32s = limited(default_factory=int32s)
+    block_counts: Int32s = limited(default_factory=int32s)
+    blocks: Int32s = limited(default_factory=int32s)
+    samples: Int32s = limited(default_factory=int32s)
+    samplings: list[Sampling] = limited(1 << 16, default_factory=list)
+    prompt_logprobs_from: Int32s = limited(default_factory=int32s)
+
+    @classmethod
+    def of(cls, admits: Sequence[Admit]) -> Self:
+        """The columns of these admissions."""
+        return cls(
+            slots=int32s([admit.slot for admit in admits]),
+            token_counts=int32s([len(admit.tokens) for admit in admits]),
+            tokens=np.concatenate([int32s(), *(admit.tokens for admit in admits)]),
+            prompt_lens=int32s([admit.prompt_len for admit in admits]),
+            computed=int32s([admit.computed for admit in admits]),
+            block_counts=int32s([len(admit.blocks) for admit in admits]),
+            blocks=np.concatenate([int32s(), *(admit.blocks for admit in admits)]),
+            samples=int32s([admit.sample for admit in admits]),
+            samplings=[admit.sampling for admit in admits],
+            prompt_logprobs_from=int32s([admit.prompt_logprobs_from for admit in admits]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[Admit]:
+        tokens = np.split(self.tokens, np.cumsum(self.token_counts)[:-1])
+        blocks = np.split(self.blocks, np.cumsum(self.block_counts)[:-1])
+        for i, sampling in enumerate(self.samplings):
+            yield Admit(
+                slot=int(self.slots[i]),
+                tokens=tokens[i],
+                prompt_len=int(self.prompt_lens[i]),
+                computed=int(self.computed[i]),
+                blocks=blocks[i],
+                sample=int(self.samples[i]),
+                sampling=sampling,
+                prompt_logprobs_from=int(self.prompt_logprobs_from[i]),
+            )
+
+    def validate(self, num_slots: int, num_blocks: int) -> None:
+        """Raises ProtocolError if a column does not fit the others or an id is out of range."""
+        names = ("token_counts", "prompt_lens", "computed", "block_counts", "samples", "samplings")
+        if any(len(getattr(self, name)) != len(self) for name in (*names, "prompt_logprobs_from")):
+            raise ProtocolError("plan.admits: the columns differ in length")
+        for name in ("token", "block"):
+            counts = getattr(self, f"{name}_counts").astype(np.int64)
+            if (counts < 0).any() or counts.sum() != len(getattr(self, f"{name}s")):
+                raise ProtocolError(f"plan.admits.{name}_counts: not those of the {name}s")
+        _in_range(self.slots, num_slots, "plan.admits.slots")
+        _in_range(self.blocks, num_blocks, "plan.admits.blocks")
 
 
 @message("plan")
@@ -106,7 +180,7 @@ class Plan(Message):
     # -- slot changes: scheduler -----------------------------------------------------------------
     # These slots hold no sequence any more.
     free_slots: Int32s = limited(default_factory=int32s)
-    admits: list[Admit] = limited(1 << 16, default_factory=list)
+    admits: Admits = limited(1, default_factory=Admits)
     # Triples (parent slot, child slot, sample index of the child): the child starts as a copy of
     # the parent's state, block table included.
     forks: Int32s = limited(default_factory=int32s)
@@ -158,10 +232,7 @@ class Plan(Message):
         _in_range(self.forks[0::3], num_slots, "plan.forks")
         _in_range(self.forks[1::3], num_slots, "plan.forks")
         _in_range(self.draw_chunks, len(self.chunk_slots), "plan.draw_chunks")
-        for admit in self.admits:
-            if not 0 <= admit.slot < num_slots:
-                raise ProtocolError("plan.admits.slot: out of range")
-            _in_range(admit.blocks, num_blocks, "plan.admits.blocks")
+        self.admits.validate(num_slots, num_blocks)
 
 
 def _same_length(plan: Plan, *names: str) -> None:

@@ -40,8 +40,15 @@ class ProtocolError(ValueError):
     """Bytes that are not the message they should be. The text names the field, never its content."""
 
 
-def int32s(values: Any = ()) -> Int32s:
+_NOTHING: tuple[()] = ()
+_NO_INTS = np.zeros(0, dtype=np.int32)
+_NO_INTS.flags.writeable = False  # shared by all messages that lack an array
+
+
+def int32s(values: Any = _NOTHING) -> Int32s:
     """Any sequence of ints as int32 ``[n]``; a two-dimensional one is flattened row by row."""
+    if values is _NOTHING:
+        return _NO_INTS
     return np.ascontiguousarray(values, dtype=np.int32).reshape(-1)
 
 

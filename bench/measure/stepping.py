@@ -11,7 +11,7 @@ from octavo.dataplane.engines.torch_engine import TorchEngine
 from octavo.dataplane.runner import Runner
 from octavo.dataplane.slots import Slots
 from octavo.kernels.table import kernels_for
-from octavo.proto.plan import Admit, Plan, Sampling
+from octavo.proto.plan import Admit, Admits, Plan, Sampling
 from octavo.proto.wire import Int32s, int32s
 
 _FIRST_PLAIN_TOKEN = 20  # special tokens come before
@@ -53,7 +53,7 @@ class Stepper:
     def prefill(self, tokens: int) -> float:
         """Seconds to compute a fresh prompt in slot 0 as one chunk and to draw its next token."""
         return self._run(
-            admits=[self._admit(0, self._random(tokens), computed=0)],
+            admits=Admits.of([self._admit(0, self._random(tokens), computed=0)]),
             chunk_slots=int32s([0]),
             chunk_lengths=int32s([tokens]),
             draw_slots=int32s([0]),
@@ -71,7 +71,9 @@ class Stepper:
         context = self._random(tokens + 1)
         self._run(
             copies=int32s(np.stack([sources, targets], axis=-1).ravel()),
-            admits=[self._admit(slot, context, computed=tokens) for slot in range(1, sequences)],
+            admits=Admits.of(
+                [self._admit(slot, context, computed=tokens) for slot in range(1, sequences)]
+            ),
         )
 
     def decode(self, sequences: int) -> float:

@@ -8,7 +8,7 @@ from octavo.dataplane.engine import Engine
 from octavo.dataplane.runner import Runner
 from octavo.dataplane.slots import Slots
 from octavo.kernels.table import CPU
-from octavo.proto.plan import Admit, Plan, Result, Sampling
+from octavo.proto.plan import Admit, Admits, Plan, Result, Sampling
 from octavo.proto.wire import int32s
 
 GREEDY = Sampling(temperature=0.0)
@@ -38,7 +38,7 @@ class PlanMaker:
     def run(self, **parts: Any) -> Result:
         """One plan, through its bytes."""
         arrays: dict[str, Any] = {
-            name: part if name == "admits" else int32s(part) for name, part in parts.items()
+            name: Admits.of(part) if name == "admits" else int32s(part) for name, part in parts.items()
         }
         plan = Plan.unpack(Plan(epoch=1, number=self._next, **arrays).pack())
         self._next += 1

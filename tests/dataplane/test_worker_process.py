@@ -11,27 +11,27 @@ from controlplane_side import ControlPlaneSide, WorkerProcess, free_port
 from tiny_llama import VOCAB, hf_greedy, prompt_of
 from transformers import LlamaForCausalLM
 
-from octavo.proto.plan import Admit, Fault, Plan, Result, Sampling
+from octavo.proto.plan import Admit, Admits, Fault, Plan, Result, Sampling
 from octavo.proto.session import Refused, Register, WorkerBeat, WorkerBye
 from octavo.proto.wire import int32s
 
 BLOCKS = (17, 3, 30, 8, 21)
 
 
-def first_plan(epoch: int, number: int = 0, length: int = 6) -> Plan:
+def first_plan(epoch: int, number: int = 0, length: int = 6, blocks: tuple[int, ...] = BLOCKS) -> Plan:
     admit = Admit(
         slot=2,
         tokens=int32s(prompt_of(length)),
         prompt_len=length,
         computed=0,
-        blocks=int32s(BLOCKS),
+        blocks=int32s(blocks),
         sample=0,
         sampling=Sampling(temperature=0.0),
     )
     return Plan(
         epoch=epoch,
         number=number,
-        admits=[admit],
+        admits=Admits.of([admit]),
         chunk_slots=int32s([2]),
         chunk_lengths=int32s([length]),
         draw_slots=int32s([2]),
@@ -187,8 +187,7 @@ def test_a_reset_of_another_shape_makes_new_pools(
     epoch = next(epochs)
     side.reset(epoch, block_size=16, num_blocks=40, num_cpu_blocks=2)
     assert 'octavo_worker_pool_blocks{pool="device"} 40.0' in worker.get("/metrics")[1]
-    plan = first_plan(epoch)
-    plan.admits[0].blocks = int32s([39])
+    plan = first_plan(epoch, blocks=(39,))
     side.data(plan.pack())
     assert isinstance(side.receive(Fault, Result), Result)
 

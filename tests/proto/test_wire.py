@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from octavo.proto import plan as plan_messages
 from octavo.proto import session as session_messages
-from octavo.proto.plan import Admit, DrawLogprobs, Plan, PromptLogprobs, Result, Sampling
+from octavo.proto.plan import Admit, Admits, DrawLogprobs, Plan, PromptLogprobs, Result, Sampling
 from octavo.proto.session import Finish, Submit, Tokens
 from octavo.proto.wire import (
     MAX_FRAME_BYTES,
@@ -44,7 +44,7 @@ def example_plan() -> Plan:
         epoch=9,
         number=4,
         copies=int32s([1, 2]),
-        admits=[admit],
+        admits=Admits.of([admit]),
         forks=int32s([1, 2, 1]),
         table_slots=int32s([1]),
         table_indices=int32s([1]),
@@ -60,7 +60,7 @@ def example_plan() -> Plan:
 def equal(left: object, right: object) -> bool:
     if isinstance(left, np.ndarray):
         return np.array_equal(left, right)  # type: ignore[arg-type]
-    if isinstance(left, Message):
+    if isinstance(left, Message | Admit):
         return type(left) is type(right) and all(
             equal(value, getattr(right, name)) for name, value in vars(left).items()
         )
@@ -110,8 +110,8 @@ def test_every_kind_has_one_name() -> None:
         (lambda f: [*f[:2], "1", *f[3:]], r"plan\.epoch: expected int, got str"),
         (lambda f: [*f[:2], True, *f[3:]], r"plan\.epoch: expected int, got bool"),
         (lambda f: [*f[:4], b"abc", *f[5:]], r"plan\.swap_out: not an array of int32"),
-        (lambda f: [*f[:8], 7, *f[9:]], r"plan\.admits: not a list"),
-        (lambda f: [*f[:8], [[1]], *f[9:]], r"plan\.admits: expected 8 fields"),
+        (lambda f: [*f[:8], 7, *f[9:]], r"plan\.admits: expected 10 fields"),
+        (lambda f: [*f[:8], [1], *f[9:]], r"plan\.admits: expected 10 fields"),
     ],
 )
 def test_what_is_not_a_plan_is_refused(change: typing.Any, message: str) -> None:
@@ -131,7 +131,7 @@ def test_fields_over_their_limit_are_refused() -> None:
         Tokens.unpack(Tokens(controlplane=1, finishes=[finish]).pack())
     sampling = Sampling(bias_ids=int32s(range(4097)))
     fields = msgpack.unpackb(example_plan().pack())
-    fields[8][0][6] = sampling._fields()
+    fields[8][8] = [sampling._fields()]
     with pytest.raises(ProtocolError, match=r"bias_ids: more than 4096 items"):
         Plan.unpack(msgpack.packb(fields))
 
@@ -156,6 +156,47 @@ def test_a_plan_with_ids_out_of_range_is_refused(field: str, value: list[int], m
     setattr(plan, field, int32s(value))
     with pytest.raises(ProtocolError, match=message):
         plan.validate(num_slots=4, num_blocks=8, num_cpu_blocks=0)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("slots", [4], r"admits\.slots: an id is not in \[0, 4\)"),
+        ("blocks", [-1], r"admits\.blocks: an id is not in \[0, 8\)"),
+        ("samples", [], r"admits: the columns differ in length"),
+        ("samplings", [], r"admits: the columns differ in length"),
+        ("token_counts", [2], r"admits\.token_counts"),
+        ("block_counts", [2], r"admits\.block_counts"),
+        ("block_counts", [-1], r"admits\.block_counts"),
+    ],
+)
+def test_admissions_that_do_not_fit_are_refused(column: str, value: list[int], message: str) -> None:
+    plan = example_plan()
+    plan.validate(4, 8, 8)
+    setattr(plan.admits, column, value if column == "samplings" else int32s(value))
+    with pytest.raises(ProtocolError, match=message):
+        plan.validate(4, 8, 8)
+
+
+def test_admissions_come_out_as_they_went_in() -> None:
+    admits = [
+        Admit(
+            slot=slot,
+            tokens=int32s(range(slot + 1)),
+            prompt_len=slot,
+            computed=slot // 2,
+            blocks=int32s([5] * slot),
+            sample=slot,
+            sampling=Sampling(seed=slot),
+            prompt_logprobs_from=7 - slot,
+        )
+        for slot in (3, 0, 2)
+    ]
+    plan = Plan.unpack(Plan(epoch=1, number=0, admits=Admits.of(admits)).pack())
+    plan.validate(4, 8, 8)
+    assert len(plan.admits) == 3
+    assert all(equal(out, admit) for out, admit in zip(plan.admits, admits, strict=True))
+    assert list(Plan(epoch=1, number=0).admits) == []
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
