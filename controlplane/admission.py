@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from octavo.controlplane.block_manager import BlockManager
-from octavo.controlplane.prefix import Entry
+from octavo.controlplane.prefix import Entry, Path
 from octavo.controlplane.sequence import Sequence, SequenceGroup
 from octavo.proto.wire import Int32s
 
@@ -22,6 +22,7 @@ class Entrance:
 
     sequence: Sequence
     history: Int32s
+    path: Path | None  # the full blocks of `history`; None without prefix reuse
     found: list[Entry] = field(default_factory=list)  # leading blocks that the index has
     # Leading blocks that another sample of the group computes: that sample and how many tokens.
     leader: Sequence | None = None
@@ -46,22 +47,43 @@ def plan_admission(group: SequenceGroup, blocks: BlockManager) -> Admission:
     return _with_outputs(group, blocks)
 
 
-def _find(group: SequenceGroup, history: Int32s, blocks: BlockManager, limit: int) -> list[Entry]:
+@dataclass(slots=True)
+class Single:
+    """How a fresh group of one sample comes in whose prompt is computed at once."""
+
+    group: SequenceGroup
+    found: list[Entry]  # leading blocks that the index has
+    cached: int  # of these, those that nobody holds
+    fresh: int  # blocks to take for the rest of the prompt
+    left: int  # tokens to compute
+    wants: int  # as in `Admission`
+
+
+def plan_single(group: SequenceGroup, blocks: BlockManager) -> Single:
+    """How this group would come in now, if it has no output and one sample."""
+    length, size = len(group.prompt), blocks.block_size
+    # At least one token must be computed: its logits give the first output.
+    found = blocks.find_prefix(group.path, length - 1)
+    cached = blocks.num_cached(found)
+    fresh = -(-length // size) - len(found)
+    next_block = length % size == 0 and group.end > length + 1
+    left = length - len(found) * size
+    return Single(group, found, cached, fresh, left, wants=fresh + cached + next_block)
+
+
+def _find(group: SequenceGroup, path: Path | None, blocks: BlockManager, limit: int) -> list[Entry]:
     if group.wants_prompt_scores:  # they need the logits of every prompt position
         return []
-    return blocks.find_prefix(group.cache_salt, history, limit)
+    return blocks.find_prefix(path, limit)
 
 
 def _fresh(group: SequenceGroup, blocks: BlockManager) -> Admission:
     lead = group.live[0]
-    # At least one token must be computed: its logits give the first output.
-    found = _find(group, group.prompt, blocks, len(group.prompt) - 1)
+    found = _find(group, group.path, blocks, len(group.prompt) - 1)
     length = len(group.prompt)
     whole = blocks.blocks_for(max(length, min(length + 1, group.end - 1)))
-    wants = whole - len(found)
-    if found:
-        wants += blocks.device.num_cached([entry.block for entry in found])
-    return Admission([Entrance(lead, group.prompt, found)], wants)
+    wants = whole - len(found) + blocks.num_cached(found)
+    return Admission([Entrance(lead, group.prompt, group.path, found)], wants)
 
 
 def _with_outputs(group: SequenceGroup, blocks: BlockManager) -> Admission:
@@ -80,7 +102,8 @@ def _entrance(
     group: SequenceGroup, sequence: Sequence, earlier: list[Entrance], blocks: BlockManager
 ) -> Entrance:
     history = group.history(sequence)
-    entrance = Entrance(sequence, history, _find(group, history, blocks, len(history) - 1))
+    path = blocks.path(group.cache_salt, history)
+    entrance = Entrance(sequence, history, path, _find(group, path, blocks, len(history) - 1))
     for other in earlier:
         common = _common_tokens(history, other.history) // blocks.block_size * blocks.block_size
         if common > max(entrance.led_tokens, len(entrance.found) * blocks.block_size):
@@ -102,8 +125,9 @@ def _swapped(group: SequenceGroup, blocks: BlockManager) -> Admission:
     for sequence in group.live:
         assert sequence.swapped is not None
         history = group.history(sequence)
-        found = blocks.find_prefix(group.cache_salt, history, sequence.swapped.computed)
-        entrances.append(Entrance(sequence, history, found))
+        path = blocks.path(group.cache_salt, history)
+        found = blocks.find_prefix(path, sequence.swapped.computed)
+        entrances.append(Entrance(sequence, history, path, found))
         tables.append(sequence.swapped)
     hits = blocks.hits_for(tables, [entrance.found for entrance in entrances])
     wants = blocks.swap_in_wants(tables, hits) + _next_blocks(group, blocks)

@@ -63,7 +63,7 @@ def _fork(
     parent: int, child: Sequence, slots: SlotTable, blocks: BlockManager, pending: Pending
 ) -> None:
     slot = _slot(child)
-    blocks.free(slot)
+    blocks.free([slot])
     if slots.announced[slot]:
         pending.free_slots[slot] = None
         slots.announced[slot] = False

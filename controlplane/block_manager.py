@@ -4,14 +4,14 @@ Tables are rows of one array, indexed by slot, so that an iteration in which n s
 costs a few array operations and not n calls.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from octavo.controlplane.block_pool import BlockPool
-from octavo.controlplane.prefix import Entry, PrefixIndex
+from octavo.controlplane.prefix import Entry, Path, PrefixIndex
 from octavo.proto.wire import Int32s, int32s
 
 
@@ -49,7 +49,7 @@ class BlockManager:
         if index is None:
             self.device = BlockPool(num_blocks)
         else:
-            self.device = BlockPool(num_blocks, index.holds, index.forget)
+            self.device = BlockPool(num_blocks, index.contents, index.forget)
         self.swap = BlockPool(num_cpu_blocks)
         # Rows are touched only as far as they are used, so the array costs address space, not memory.
         self._tables = np.zeros((num_slots, self.blocks_for(max_len)), dtype=np.int32)
@@ -63,6 +63,10 @@ class BlockManager:
     def available(self) -> int:
         """Device blocks that may be taken, cached ones included."""
         return self.device.available
+
+    def num_cached(self, found: list[Entry]) -> int:
+        """How many of these entries' blocks nobody holds: taking them makes fewer available."""
+        return self.device.num_cached([entry.block for entry in found]) if found else 0
 
     @property
     def num_pinned(self) -> int:
@@ -92,6 +96,34 @@ class BlockManager:
         table[held:] = self.device.take(length - held)
         self.lengths[slot] = length
         return table
+
+    def allocate_all(self, slots: list[int], lengths: list[int], shared: list[list[Entry]]) -> Int32s:
+        """Gives each of these empty slots a table of so many blocks.
+
+        Args:
+            shared: what each table begins with; references to these were taken with `share`.
+
+        Returns:
+            All tables, one after the other.
+
+        Raises:
+            OutOfBlocks: nothing was changed.
+        """
+        held = sum(map(len, shared))
+        tables = self.device.take(sum(lengths) - held)
+        if held:
+            tables = _interleave(tables, lengths, shared)
+        end = 0
+        for slot, length in zip(slots, lengths, strict=True):
+            self._tables[slot, :length] = tables[end : end + length]
+            end += length
+        self.lengths[slots] = lengths
+        return tables
+
+    def share(self, found: list[Entry]) -> None:
+        """Takes a reference to the blocks of these entries, for a table that will name them."""
+        if found:
+            self.device.share(int32s([entry.block for entry in found]))
 
     def append(self, slots: Int32s) -> Int32s:
         """One fresh block at the end of each slot's table. Raises OutOfBlocks and changes nothing."""
@@ -144,11 +176,14 @@ class BlockManager:
         self._tables[slot, index] = destination[0]
         return source, int(destination[0])
 
-    def free(self, slot: int) -> None:
-        """Empties a slot's table; blocks that nobody else holds become free or cached."""
-        self.device.release(self.table(slot))
-        self.lengths[slot] = self.indexed[slot] = 0
-        self._chains[slot] = None
+    def free(self, slots: list[int]) -> None:
+        """Empties the slots' tables; blocks that nobody else holds become free or cached."""
+        lengths = self.lengths[slots]
+        columns = np.arange(lengths.max(initial=0))
+        self.device.release(self._tables[slots, : len(columns)][columns < lengths[:, None]])
+        self.lengths[slots] = self.indexed[slots] = 0
+        for slot in slots:
+            self._chains[slot] = None
 
     # -- swapping ------------------------------------------------------------------------------------
 
@@ -183,7 +218,7 @@ class BlockManager:
             blocks = destinations[np.searchsorted(sources, self.table(slot))]
             self.swap.counts[blocks] += 1
             tables.append(SwappedTable(blocks, tokens))
-            self.free(slot)
+        self.free(slots)
         self._swapped.update(tables)
         return tables, np.stack([sources, destinations], axis=1)
 
@@ -236,12 +271,17 @@ class BlockManager:
 
     # -- prefix reuse --------------------------------------------------------------------------------
 
-    def find_prefix(self, salt: str, tokens: Int32s, limit: int) -> list[Entry]:
-        """Entries of the longest known chain of at most `limit` tokens from the start of `tokens`."""
+    def path(self, salt: str, tokens: Int32s) -> Path | None:
+        """The full blocks of `tokens` as `find_prefix` wants them; None without prefix reuse."""
         if self.index is None:
+            return None
+        return self.index.path(salt, tokens.tobytes(), 4 * self.block_size)
+
+    def find_prefix(self, path: Path | None, limit: int) -> list[Entry]:
+        """Entries of the longest known chain of at most `limit` tokens from the start of a path."""
+        if self.index is None or path is None:
             return []
-        data = tokens[: limit // self.block_size * self.block_size].tobytes()
-        return list(self.index.walk(self.index.root(salt), data, 4 * self.block_size))
+        return self.index.find(path, limit // self.block_size)
 
     @contextmanager
     def keeping(self, found: list[Entry]) -> Iterator[None]:
@@ -251,25 +291,50 @@ class BlockManager:
         yield
         self.device.release(blocks)
 
-    def start_chain(self, slot: int, salt: str, found: list[Entry]) -> None:
+    def start_chain(self, slot: int, path: Path | None, found: list[Entry]) -> None:
         """From now on `extend_index` may be called for the slot; its table begins with `found`."""
-        if self.index is not None:
-            self._chains[slot] = found[-1] if found else self.index.root(salt)
+        if self.index is not None and path is not None:
+            self._chains[slot] = found[-1] if found else path.root
             self.indexed[slot] = len(found)
 
-    def extend_index(self, slot: int, tokens: Int32s) -> None:
-        """Makes the full blocks of `tokens`, from the slot's start, findable.
+    def extend_index(
+        self,
+        slots: list[int],
+        computed: Int32s,
+        tokens: Callable[[int], Int32s],
+        paths: list[Path | None],
+    ) -> None:
+        """Makes the full blocks of the slots' first `computed` tokens findable.
 
         Their KV must be computed by a plan that has been sent.
+
+        Args:
+            tokens: those of a slot.
+            paths: those of the slots' prompts: the part that they cover need not be hashed again.
         """
-        entry = self._chains[slot]
-        if self.index is None or entry is None:
+        if self.index is None or not slots:
             return
+        indexed, full = self.indexed[slots], computed // self.block_size
+        left = int(indexed.min())
+        tables = self._tables[slots, left : int(full.max())].tolist()
+        entries = zip(slots, indexed.tolist(), full.tolist(), tables, paths, strict=True)
+        for slot, first, last, table, path in entries:
+            entry = self._chains[slot]
+            if entry is None or first >= last:
+                continue
+            if path is not None and last <= len(path.keys):
+                keys, contents = path.keys[first:last], path.blocks[first:last]
+            else:
+                contents = self._contents(tokens(slot), first, last)
+                keys = self.index.keys_after(entry, contents)
+            blocks = table[first - left : last - left]
+            self._chains[slot] = self.index.extend(entry, keys, contents, blocks)
+        self.indexed[slots] = np.maximum(indexed, full)
+
+    def _contents(self, tokens: Int32s, first: int, last: int) -> list[bytes]:
+        """The tokens of blocks first .. last, as the index keeps them."""
         size = self.block_size
-        for number in range(int(self.indexed[slot]), len(tokens) // size):
-            data = tokens[number * size : (number + 1) * size].tobytes()
-            entry = self.index.add(entry, data, int(self._tables[slot, number]))
-        self._chains[slot], self.indexed[slot] = entry, len(tokens) // size
+        return [tokens[n * size : (n + 1) * size].tobytes() for n in range(first, last)]
 
     def pin(self, name: str, found: list[Entry]) -> None:
         """Holds the blocks of these entries under a name until `unpin`."""
@@ -319,6 +384,16 @@ class BlockManager:
         assert np.array_equal(pinned, np.flatnonzero(self.device.pinned)), (
             "pins differ from their marks"
         )
+
+
+def _interleave(fresh: Int32s, lengths: list[int], shared: list[list[Entry]]) -> Int32s:
+    """Tables that begin with shared blocks and go on with fresh ones."""
+    parts, begin = [], 0
+    for length, entries in zip(lengths, shared, strict=True):
+        end = begin + length - len(entries)
+        parts += [int32s([entry.block for entry in entries]), fresh[begin:end]]
+        begin = end
+    return np.concatenate(parts)
 
 
 def _count(tables: list[Int32s], total: int) -> Int32s:

@@ -1,7 +1,7 @@
 """Reference counts, the free list, and the blocks that are kept for reuse, of one pool."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,12 +19,13 @@ class BlockPool:
     def __init__(
         self,
         total: int,
-        is_findable: Callable[[int], bool] | None = None,
+        contents: Sequence[object] = (),
         on_evict: Callable[[int], None] = lambda block: None,
     ) -> None:
         """
         Args:
-            is_findable: whether a block at count 0 is worth keeping; None: none is.
+            contents: what each block can be found for; None: it is not worth keeping at count 0.
+                Empty: none is.
             on_evict: called before a kept block gets other content.
         """
         self.total = total
@@ -34,7 +35,7 @@ class BlockPool:
         self._free = np.arange(total - 1, -1, -1, dtype=np.int32)  # a stack; low ids first
         self._num_free = total
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._is_findable, self._on_evict = is_findable, on_evict
+        self._contents, self._on_evict = contents, on_evict
 
     @property
     def available(self) -> int:
@@ -70,29 +71,24 @@ class BlockPool:
         self.counts[blocks] += 1
 
     def release(self, blocks: Int32s) -> None:
-        """One reference less to each of these distinct blocks, given in the order of a table.
+        """One reference less for each time that a block occurs, given in the order of tables.
 
         Those at count 0 become free, or cached where they can be found again: the last of a table
         first, so that it is evicted before what comes before it.
         """
-        left = self.counts[blocks] - 1
-        self.counts[blocks] = left
-        dead = blocks[left == 0]
-        if self._is_findable is not None:
-            dead = self._keep(dead.tolist())
-        self._free[self._num_free : self._num_free + len(dead)] = dead
-        self._num_free += len(dead)
-
-    def _keep(self, dead: list[int]) -> list[int]:
-        """Caches what can be found again; returns the rest."""
-        assert self._is_findable is not None
-        rest = []
-        for block in reversed(dead):
-            if self._is_findable(block):
-                self._cached[block] = None
-            else:
-                rest.append(block)
-        return rest
+        np.subtract.at(self.counts, blocks, 1)
+        dead = blocks[self.counts[blocks] == 0].tolist()
+        dead.reverse()
+        if self._contents:
+            contents, dead, named = self._contents, [], dead
+            for block in named:
+                if contents[block] is None:
+                    dead.append(block)
+                else:
+                    self._cached[block] = None
+        freed = list(dict.fromkeys(dead))  # each once
+        self._free[self._num_free : self._num_free + len(freed)] = freed
+        self._num_free += len(freed)
 
     def mark_pinned(self, blocks: Int32s, pinned: bool) -> None:
         """Marks held blocks as pinned, or not any more."""

@@ -1,10 +1,16 @@
 """A plan while it grows."""
 
+from collections.abc import Sized
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from octavo.controlplane.sequence import Sequence, SequenceGroup
-from octavo.proto.plan import Admit, Plan
+from octavo.proto.plan import Admits, Plan, Sampling
 from octavo.proto.wire import Int32s, int32s
+
+NONE = int32s()
+NO_ADMITS = Admits()
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,49 @@ class Pending:
     forks: list[tuple[int, int, int]] = field(default_factory=list)  # parent, child, sample
     pushes: dict[int, int] = field(default_factory=dict)  # slot -> token
 
+    def add_freed(self, slots: list[int]) -> None:
+        """Slots that the worker knows as taken, and that have lost their sequences."""
+        self.free_slots.update(dict.fromkeys(slots))
+        if self.forks or self.pushes:
+            for slot in slots:
+                self.drop(slot)
+
     def drop(self, slot: int) -> None:
         """The slot's sequence is gone, and with it what was to be done to it."""
         if self.forks:
             self.forks = [fork for fork in self.forks if slot not in fork[:2]]
         self.pushes.pop(slot, None)
+
+
+@dataclass
+class Admissions:
+    """The columns of `Admits` while they grow."""
+
+    slots: list[int] = field(default_factory=list)
+    tokens: list[Int32s] = field(default_factory=list)
+    prompt_lens: list[int] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)
+    block_counts: list[int] = field(default_factory=list)
+    blocks: list[Int32s] = field(default_factory=list)  # parts of the column, of any length
+    samples: list[int] = field(default_factory=list)
+    samplings: list[Sampling] = field(default_factory=list)
+    prompt_logprobs_from: list[int] = field(default_factory=list)
+
+    def columns(self) -> Admits:
+        if not self.slots:
+            return NO_ADMITS
+        return Admits(
+            slots=int32s(self.slots),
+            token_counts=int32s([len(tokens) for tokens in self.tokens]),
+            tokens=np.concatenate(self.tokens),
+            prompt_lens=int32s(self.prompt_lens),
+            computed=int32s(self.computed),
+            block_counts=int32s(self.block_counts),
+            blocks=np.concatenate(self.blocks),
+            samples=int32s(self.samples),
+            samplings=self.samplings,
+            prompt_logprobs_from=int32s(self.prompt_logprobs_from),
+        )
 
 
 @dataclass
@@ -48,46 +92,66 @@ class Draft:
     preempts: bool = False  # a group was preempted for this plan
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # device block, cpu block
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # cpu block, device block
-    admits: list[Admit] = field(default_factory=list)
+    admits: Admissions = field(default_factory=Admissions)
     copies: list[tuple[int, int]] = field(default_factory=list)  # source, destination
     forks: list[tuple[int, int, int]] = field(default_factory=list)  # parent, child, sample
-    entries: list[tuple[int, int, int]] = field(default_factory=list)  # slot, index, block
+    entries: list[tuple[Int32s, Int32s, Int32s]] = field(default_factory=list)  # slot, index, block
     decodes: Int32s = field(default_factory=int32s)
-    chunks: list[tuple[int, int]] = field(default_factory=list)  # slot, length
-    draws: list[tuple[int, int]] = field(default_factory=list)  # slot, chunk
+    chunk_slots: list[int] = field(default_factory=list)
+    chunk_lengths: list[int] = field(default_factory=list)
+    draw_slots: list[int] = field(default_factory=list)
+    draw_chunks: list[int] = field(default_factory=list)
     ending: list[Sequence] = field(default_factory=list)  # completed without a draw
     done_with: list[Sequence] = field(default_factory=list)  # to be released once the plan is made
+
+    def add_chunk(self, slot: int, length: int) -> None:
+        self.chunk_slots.append(slot)
+        self.chunk_lengths.append(length)
+        self.budget -= length
+
+    def add_draw(self, slot: int) -> None:
+        """A draw from the chunk that was added last."""
+        self.draw_slots.append(slot)
+        self.draw_chunks.append(len(self.chunk_slots) - 1)
+
+    def add_entries(self, slots: Int32s, indices: Int32s, blocks: Int32s) -> None:
+        """Block table entries that change."""
+        if len(slots):
+            self.entries.append((slots, indices, blocks))
 
     @property
     def matters(self) -> bool:
         """Whether there is anything to run, or to copy for a group that comes or goes."""
-        return bool(len(self.decodes) or self.chunks or self.admits or self.swap_out)
+        return bool(len(self.decodes) or self.chunk_slots or self.admits.slots or self.swap_out)
 
     def plan(self, epoch: int, number: int, pending: Pending) -> Plan:
         """The finished plan."""
-        entries = int32s(self.entries).reshape(-1, 3)
-        chunks = int32s(self.chunks).reshape(-1, 2)
-        draws = int32s(self.draws).reshape(-1, 2)
+        table = [np.concatenate(parts) for parts in zip(*self.entries, strict=True)] or [NONE] * 3
         return Plan(
             epoch=epoch,
             number=number,
-            copies=int32s(self.copies),
-            swap_out=int32s(self.swap_out),
-            swap_in=int32s(self.swap_in),
-            free_slots=int32s(list(pending.free_slots)),
-            admits=self.admits,
-            forks=int32s(pending.forks + self.forks),
-            push_slots=int32s(list(pending.pushes)),
-            push_tokens=int32s(list(pending.pushes.values())),
-            table_slots=entries[:, 0],
-            table_indices=entries[:, 1],
-            table_blocks=entries[:, 2],
+            copies=_ints(self.copies),
+            swap_out=_ints(self.swap_out),
+            swap_in=_ints(self.swap_in),
+            free_slots=_ints(list(pending.free_slots)),
+            admits=self.admits.columns(),
+            forks=_ints(pending.forks + self.forks),
+            push_slots=_ints(list(pending.pushes)),
+            push_tokens=_ints(list(pending.pushes.values())),
+            table_slots=table[0],
+            table_indices=table[1],
+            table_blocks=table[2],
             decode_slots=self.decodes,
-            chunk_slots=chunks[:, 0],
-            chunk_lengths=chunks[:, 1],
-            draw_slots=draws[:, 0],
-            draw_chunks=draws[:, 1],
+            chunk_slots=_ints(self.chunk_slots),
+            chunk_lengths=_ints(self.chunk_lengths),
+            draw_slots=_ints(self.draw_slots),
+            draw_chunks=_ints(self.draw_chunks),
         )
+
+
+def _ints(values: Sized) -> Int32s:
+    """Most parts of most plans are empty."""
+    return int32s(values) if values else NONE
 
 
 @dataclass

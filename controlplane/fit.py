@@ -11,24 +11,29 @@ from octavo.proto.wire import Int32s
 Reserved = dict[str, tuple[str, Int32s]]  # registered prefixes: {name: (salt, tokens)}
 
 
-def fit(group: SequenceGroup, shape: Shape, reserved: Reserved) -> str | None:
-    """Sets where a group must end. Returns why it could never run, or None if it can."""
+class NeverFits(Exception):  # noqa: N818 (an answer to the client)
+    """The pool could never hold the group; the text names the field and the limit."""
+
+
+def fit(group: SequenceGroup, shape: Shape, reserved: Reserved) -> int:
+    """The tokens, prompt included, at which a group must end. Raises NeverFits."""
     prompt, n = len(group.prompt), len(group.sequences)
     if n > shape.num_slots:
-        return f"n: {n} samples exceed the limit of {shape.num_slots} sequences that run at once"
+        raise NeverFits(
+            f"n: {n} samples exceed the limit of {shape.num_slots} sequences that run at once"
+        )
     if prompt > shape.max_model_len or (prompt == shape.max_model_len and group.max_tokens):
-        return f"prompt: {prompt} tokens leave no room in a context of {shape.max_model_len} tokens"
+        raise NeverFits(
+            f"prompt: {prompt} tokens leave no room in a context of {shape.max_model_len} tokens"
+        )
     room = _room_for(group, shape, reserved.values())
     held = room * shape.block_size
     if prompt > held:
-        return f"prompt: {prompt} tokens exceed the {held} tokens that the KV pool holds"
+        raise NeverFits(f"prompt: {prompt} tokens exceed the {held} tokens that the KV pool holds")
     shared = prompt // shape.block_size
     of_each = (shared + (room - shared) // n) * shape.block_size  # tokens with KV
     longest = max(of_each, prompt) + 1  # the last token needs no KV
-    group.end = min(prompt + group.max_tokens, shape.max_model_len, longest)
-    if group.search is not None:
-        group.search.max_length = group.end - prompt
-    return None
+    return min(prompt + group.max_tokens, shape.max_model_len, longest)
 
 
 def _room_for(group: SequenceGroup, shape: Shape, reserved: Iterable[tuple[str, Int32s]]) -> int:

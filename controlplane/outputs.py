@@ -2,12 +2,13 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from octavo.controlplane.beam import Hypothesis
-from octavo.controlplane.sequence import Sequence, SequenceGroup
+from octavo.controlplane.sequence import SequenceGroup
 from octavo.controlplane.slots import SlotTable
 from octavo.proto.plan import DrawLogprobs, PromptLogprobs
 from octavo.proto.session import Failure, Finish, PromptScores, Tokens
@@ -26,6 +27,18 @@ class _Rows:
     tokens: Int32s
     draws: Int32s  # index of each in the result
     logprobs: DrawLogprobs | None
+
+    @cached_property
+    def to(self) -> list[int]:
+        """The gateways that get any."""
+        gateways = self.gateways
+        if len(gateways) and (gateways == gateways[0]).all():
+            return [int(gateways[0])]
+        return [int(gateway) for gateway in np.unique(gateways)]
+
+    def of(self, gateway: int) -> Any:
+        """What selects a gateway's entries of the arrays."""
+        return slice(None) if self.to == [gateway] else np.flatnonzero(self.gateways == gateway)
 
 
 @dataclass
@@ -62,24 +75,13 @@ class Outputs:
             logprobs=logprobs,
         )
 
-    def add_finish(self, sequence: Sequence, reason: str, stop_token: int | None) -> None:
-        self._add_finish(sequence.group, sequence.sample, reason, stop_token, None)
-
-    def add_hypotheses(self, group: SequenceGroup, hypotheses: list[Hypothesis]) -> None:
-        """The results of a beam search: the best becomes sample 0, whole and finished."""
-        for rank, hypothesis in enumerate(hypotheses):
-            self.hypotheses[group.id.gateway].append((group, rank, hypothesis.tokens))
-            reason = "stop" if hypothesis.stopped else "length"
-            stop_token = int(hypothesis.tokens[-1]) if hypothesis.stopped else None
-            self._add_finish(group, rank, reason, stop_token, hypothesis.score)
-
-    def _add_finish(
+    def add_finish(
         self,
         group: SequenceGroup,
         sample: int,
         reason: str,
         stop_token: int | None,
-        score: float | None,
+        score: float | None = None,
     ) -> None:
         finish = Finish(
             request=group.id.request,
@@ -90,6 +92,14 @@ class Outputs:
             score=score,
         )
         self.finishes[group.id.gateway].append(finish)
+
+    def add_hypotheses(self, group: SequenceGroup, hypotheses: list[Hypothesis]) -> None:
+        """The results of a beam search: the best becomes sample 0, whole and finished."""
+        for rank, hypothesis in enumerate(hypotheses):
+            self.hypotheses[group.id.gateway].append((group, rank, hypothesis.tokens))
+            reason = "stop" if hypothesis.stopped else "length"
+            stop_token = int(hypothesis.tokens[-1]) if hypothesis.stopped else None
+            self.add_finish(group, rank, reason, stop_token, hypothesis.score)
 
     def add_prompt_scores(self, group: SequenceGroup, part: PromptLogprobs) -> None:
         scores = PromptScores(
@@ -119,7 +129,7 @@ class Outputs:
         """One message for each gateway that has anything to hear."""
         gateways = {*self.finishes, *self.scores, *self.started}
         if self.rows is not None:
-            gateways.update(int(gateway) for gateway in np.unique(self.rows.gateways))
+            gateways.update(self.rows.to)
         return [(gateway, self._message(controlplane, gateway)) for gateway in sorted(gateways)]
 
     def failure_messages(self, controlplane: int) -> list[tuple[int, Failure]]:
@@ -147,7 +157,7 @@ class Outputs:
             started = int32s(self.started[gateway]).reshape(-1, 3)
             message.started, message.started_attempts, message.cached = started.T
         if self.rows is not None:
-            _fill_rows(message, self.rows, np.flatnonzero(self.rows.gateways == gateway))
+            _fill_rows(message, self.rows, self.rows.of(gateway))
         for group, rank, tokens in self.hypotheses.get(gateway, []):
             _append_rows(message, group, rank, tokens)
         return message

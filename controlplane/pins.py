@@ -128,7 +128,7 @@ class PrefixRegistry:
             if prefix is None or prefix.group is not group:
                 continue
             prefix.group = None
-            found = scheduler.blocks.find_prefix(prefix.salt, group.prompt, len(group.prompt))
+            found = scheduler.blocks.find_prefix(group.path, len(group.prompt))
             if len(found) * scheduler.shape.block_size < len(group.prompt):
                 self._compute(prefix, scheduler)  # a part was evicted meanwhile
                 continue

@@ -10,27 +10,24 @@ the next one is built as if no sequence ended; rows of sequences that did end ar
 result comes.
 """
 
-import bisect
-
 import numpy as np
 
 from octavo.controlplane import preemption
-from octavo.controlplane.admission import Admission, Entrance, plan_admission
+from octavo.controlplane.admission import plan_admission
+from octavo.controlplane.admitting import Admitting
 from octavo.controlplane.beams import advance
 from octavo.controlplane.counters import Counters
 from octavo.controlplane.draft import Draft, Flight, Pending, Shape
-from octavo.controlplane.fit import fit, longest_need
+from octavo.controlplane.fit import NeverFits, fit, longest_need
 from octavo.controlplane.outputs import Outputs
+from octavo.controlplane.rows import Decodes
 from octavo.controlplane.sequence import OrderedGroups, Sequence, SequenceGroup, State
-from octavo.controlplane.state import GangState
-from octavo.proto.plan import Admit, Plan, PromptLogprobs, Result
-from octavo.proto.wire import Int32s, ProtocolError, int32s
-
-NO_BLOCKS = int32s()
+from octavo.proto.plan import Plan, PromptLogprobs, Result
+from octavo.proto.wire import Int32s, ProtocolError
 
 
-class Scheduler(GangState):
-    """Decides who runs; see `GangState` for what it decides about."""
+class Scheduler(Admitting):
+    """Decides who runs. `GangState` is what it decides about, `Admitting` how groups come in."""
 
     def __init__(
         self,
@@ -54,8 +51,13 @@ class Scheduler(GangState):
     # -- requests --------------------------------------------------------------------------------
 
     def fit(self, group: SequenceGroup) -> str | None:
-        """Sets where a group must end. Returns why it could never run, or None if it can."""
-        return fit(group, self.shape, self.reserved)
+        """Prepares a group for this gang. Returns why it could never run, or None if it can."""
+        try:
+            end = fit(group, self.shape, self.reserved)
+        except NeverFits as error:
+            return str(error)
+        group.prepare(self.blocks.path(group.cache_salt, group.prompt), end)
+        return None
 
     def largest_need(self) -> int:
         """Blocks of the largest accepted group when it is longest."""
@@ -94,11 +96,11 @@ class Scheduler(GangState):
             return None
         return self._launch(draft)
 
-    def _make_room(self, draft: Draft) -> Int32s | None:
+    def _make_room(self, draft: Draft) -> Decodes | None:
         """The decode rows, once there are blocks for all of them; None: wait for a result first."""
         while True:
-            rows = self.slots.decode_rows()
-            if self._blocks_wanted(rows) <= self.blocks.available:
+            rows = self._decodes(self.slots.decode_rows())
+            if rows.wants <= self.blocks.available:
                 break
             if self._in_flight:
                 return None
@@ -108,196 +110,7 @@ class Scheduler(GangState):
             return None
         for group in lower:
             self._preempt(draft, group)
-        return self.slots.decode_rows() if lower else rows
-
-    def _blocks_wanted(self, rows: Int32s) -> int:
-        indices = self.slots.computed[rows] // self.shape.block_size
-        appends = indices == self.blocks.lengths[rows]
-        return int(appends.sum()) + self.blocks.copies_wanted(rows[~appends], indices[~appends])
-
-    def _add_decodes(self, draft: Draft, rows: Int32s) -> None:
-        indices = self.slots.computed[rows] // self.shape.block_size
-        appends = indices == self.blocks.lengths[rows]
-        within, at = rows[~appends], indices[~appends]
-        shared = self.blocks.is_shared(within, at)
-        for slot, index in zip(within[shared].tolist(), at[shared].tolist(), strict=True):
-            self._copy_on_write(draft, slot, index)
-        new = rows[appends]
-        blocks = self.blocks.append(new)
-        entries = zip(new.tolist(), indices[appends].tolist(), blocks.tolist(), strict=True)
-        draft.entries.extend(entries)
-        draft.decodes = np.concatenate([draft.decodes, rows])
-        draft.budget -= len(rows)
-        self.slots.computed[rows] += 1
-        # The next token of a beam depends on this plan's result.
-        self.slots.decoding[rows[self.slots.searching[rows]]] = False
-        self.counters.decode_tokens += len(rows)
-
-    def _copy_on_write(self, draft: Draft, slot: int, index: int) -> None:
-        copy = self.blocks.copy_on_write(slot, index)
-        if copy is not None:
-            draft.copies.append(copy)
-            draft.entries.append((slot, index, copy[1]))
-            self.counters.copied_blocks += 1
-
-    def _add_prefills(self, draft: Draft) -> None:
-        for sequence in list(self._prefilling):
-            if draft.budget == 0:
-                return
-            self._add_chunk(draft, sequence)
-
-    def _add_chunk(self, draft: Draft, sequence: Sequence) -> None:
-        """The next part of a sequence's prefill, as far as the budget reaches."""
-        slot = sequence.slot
-        assert slot is not None
-        if self._must_wait(sequence):
-            return
-        left = sequence.target - int(self.slots.computed[slot])
-        length = min(left, self.shape.prefill_chunk, draft.budget)
-        draft.chunks.append((slot, length))
-        draft.budget -= length
-        self.slots.computed[slot] += length
-        self.counters.prefill_tokens += length
-        if length == left:
-            self._prefilling.remove(sequence)
-            self._complete_prefill(draft, sequence)
-
-    def _must_wait(self, sequence: Sequence) -> bool:
-        first = sequence.waits_for
-        if first is None or first.slot is None:
-            return False
-        return int(self.slots.computed[first.slot]) < sequence.waits_until
-
-    def _complete_prefill(self, draft: Draft, sequence: Sequence) -> None:
-        """The last chunk's row draws for the sequence, or for all samples of a fresh group."""
-        group = sequence.group
-        fresh = group.is_fresh
-        sequence.group.is_prefilling = any(other.group is group for other in self._prefilling)
-        if group.end == len(group.prompt):  # no output is wanted, only scores of the prompt
-            draft.ending.extend(group.live)
-            return
-        drawing = group.live if fresh and group.search is None else [sequence]
-        for sample in drawing:
-            if sample.finished:
-                continue
-            assert sample.slot is not None
-            if sample is not sequence:
-                self._fork(draft, sequence, sample)
-            draft.draws.append((sample.slot, len(draft.chunks) - 1))
-            self.slots.decoding[sample.slot] = group.search is None
-        if sequence.finished:
-            draft.done_with.append(sequence)
-
-    def _fork(self, draft: Draft, parent: Sequence, child: Sequence) -> None:
-        assert parent.slot is not None and child.slot is not None
-        self.blocks.fork(parent.slot, child.slot)
-        self.slots.computed[child.slot] = self.slots.computed[parent.slot]
-        self.slots.announced[child.slot] = True
-        draft.forks.append((parent.slot, child.slot, child.sample))
-
-    # -- admission -------------------------------------------------------------------------------
-
-    def _next_in_line(self) -> SequenceGroup | None:
-        """The group that comes next; a preempted one before a waiting one unless its key is larger."""
-        firsts = [group for group in (self.preempted.first(), self.waiting.first()) if group]
-        return min(firsts, key=lambda group: group.key, default=None)
-
-    def _admit_in_order(self, draft: Draft) -> None:
-        """Admits groups until the next one does not fit or the budget is spent."""
-        while draft.budget > 0:
-            group = self._next_in_line()
-            if group is None or len(group.live) > self.slots.num_free:
-                return
-            admission = plan_admission(group, self.blocks)
-            if admission.wants + self._spare() > self.blocks.available:
-                return
-            self._leave_queue(group)
-            self._admit(draft, group, admission)
-
-    def _spare(self) -> int:
-        """Blocks that admission leaves free; none when nobody runs, so that somebody can."""
-        return int(self.shape.watermark * self.shape.num_blocks) if self.running else 0
-
-    def _admit(self, draft: Draft, group: SequenceGroup, admission: Admission) -> None:
-        group.state = State.RUNNING
-        self.running.add(group)
-        found = len(admission.entrances[0].found) * self.shape.block_size
-        if not group.started:
-            group.started = True
-            self.outputs.add_started(group, cached_tokens=found)
-        if group.is_swapped:
-            self._swap_in(draft, group, admission)
-            return
-        if group.is_fresh:
-            for sequence in group.live[1:]:  # they hold slots, and fork from the first
-                self.slots.take(sequence, group.prompt, computed=0)
-        if len(admission.entrances) == 1:
-            self._enter(draft, admission.entrances[0])
-            return
-        with self.blocks.keeping([e for entrance in admission.entrances for e in entrance.found]):
-            for entrance in admission.entrances:
-                self._enter(draft, entrance)
-
-    def _enter(self, draft: Draft, entrance: Entrance) -> None:
-        """Gives a sample its slot and blocks, and starts its prefill."""
-        sequence, size = entrance.sequence, self.shape.block_size
-        self.counters.prefix_hit_tokens += len(entrance.found) * size
-        shared = NO_BLOCKS
-        if entrance.found:
-            shared = int32s([entry.block for entry in entrance.found])
-        elif entrance.leader is not None:
-            assert entrance.leader.slot is not None
-            shared = self.blocks.table(entrance.leader.slot)[: entrance.led_tokens // size].copy()
-        computed = len(shared) * size
-        slot = self.slots.take(sequence, entrance.history, computed)
-        self.blocks.allocate(slot, len(entrance.history), shared)
-        self.blocks.start_chain(slot, sequence.group.cache_salt, entrance.found)
-        sequence.waits_for, sequence.waits_until = entrance.leader, entrance.led_tokens
-        sequence.target = len(entrance.history)
-        self._announce(draft, sequence, entrance.history)
-        sequence.group.is_prefilling = True
-        bisect.insort(self._prefilling, sequence, key=lambda s: (s.group.key, s.sample))
-        if draft.budget > 0:
-            self._add_chunk(draft, sequence)
-
-    def _announce(self, draft: Draft, sequence: Sequence, history: Int32s) -> None:
-        """Tells the worker of a sequence's slot, as it is before this plan's rows."""
-        slot = sequence.slot
-        assert slot is not None
-        self.slots.announced[slot] = True
-        group = sequence.group
-        admit = Admit(
-            slot=slot,
-            tokens=history,
-            prompt_len=len(group.prompt),
-            computed=int(self.slots.computed[slot]),
-            blocks=self.blocks.table(slot).copy(),
-            sample=sequence.sample,
-            sampling=group.sampling,
-            prompt_logprobs_from=group.prompt_scores_from,
-        )
-        draft.admits.append(admit)
-
-    def _swap_in(self, draft: Draft, group: SequenceGroup, admission: Admission) -> None:
-        slots, tables = [], []
-        for entrance in admission.entrances:
-            table = entrance.sequence.swapped
-            assert table is not None
-            slots.append(self.slots.take(entrance.sequence, entrance.history, table.computed))
-            tables.append(table)
-        pairs = self.blocks.swap_in(slots, tables, admission.hits)
-        draft.swap_in.extend(pairs.tolist())
-        self._count_swapped("in", len(pairs))
-        self.counters.prefix_hit_tokens += len(admission.hits) * self.shape.block_size
-        for entrance in admission.entrances:
-            sequence = entrance.sequence
-            sequence.swapped = None
-            assert sequence.slot is not None
-            self.blocks.start_chain(sequence.slot, group.cache_salt, entrance.found)
-            self._announce(draft, sequence, entrance.history)
-            self.slots.decoding[sequence.slot] = True
-        if len(slots) <= draft.budget:  # at once, before others take the blocks of its next tokens
-            self._add_decodes(draft, int32s(slots))
+        return self._decodes(self.slots.decode_rows()) if lower else rows
 
     # -- preemption --------------------------------------------------------------------------------
 
@@ -307,13 +120,12 @@ class Scheduler(GangState):
         first = self._next_in_line()
         if first is None:
             return []
-        lower = [group for group in self.running if group.key.priority > first.key.priority]
+        lower = self.running.below(first.key.priority)
         if not lower:
             return []
-        lower.sort(key=lambda group: group.key, reverse=True)
-        blocks = self.blocks.available - self._blocks_wanted(self.slots.decode_rows())
+        blocks = self.blocks.available - self._decodes(self.slots.decode_rows()).wants
         slots = self.slots.num_free
-        wanted = plan_admission(first, self.blocks).wants + self._spare()
+        wanted = plan_admission(first, self.blocks).wants + self._spare(anybody_runs=True)
         for count in range(len(lower) + 1):
             if wanted <= blocks and len(first.live) <= slots:
                 return lower[:count]
@@ -346,7 +158,7 @@ class Scheduler(GangState):
         plan = draft.plan(self.shape.epoch, self.next_number, self.pending)
         rows = np.concatenate([draft.decodes, plan.draw_slots])
         generation = self.slots.generation
-        chunks = [self._group_in(slot) for slot, _ in draft.chunks]
+        chunks = [self._group_in(slot) for slot in draft.chunk_slots]
         tokens = int(plan.chunk_lengths.sum())
         flight = Flight(plan.number, rows, generation[rows], chunks, tokens, draft.ending)
         self._in_flight.append(flight)
@@ -356,8 +168,11 @@ class Scheduler(GangState):
         self.pending = Pending()
         self.next_number += 1
         self.counters.plans += 1
-        for slot, _ in draft.chunks:  # findable from now on: the plan that fills them is on its way
-            self.blocks.extend_index(slot, self.slots.tokens(slot)[: self.slots.computed[slot]])
+        # Findable from now on: the plan that fills them is on its way.
+        computed = self.slots.computed[draft.chunk_slots]
+        self.blocks.extend_index(
+            draft.chunk_slots, computed, self.slots.tokens, [group.path for group in chunks]
+        )
         for sequence in draft.done_with:
             self._release(sequence)
         self._count_sharing()
@@ -421,8 +236,8 @@ class Scheduler(GangState):
             return
         there = np.minimum(self.slots.known[rows], self.slots.computed[rows])
         full = there // self.shape.block_size > self.blocks.indexed[rows]
-        for slot, tokens in zip(rows[full].tolist(), there[full].tolist(), strict=True):
-            self.blocks.extend_index(slot, self.slots.tokens(slot)[:tokens])
+        slots = rows[full].tolist()
+        self.blocks.extend_index(slots, there[full], self.slots.tokens, [None] * len(slots))
 
     def _take_candidates(self, flight: Flight, result: Result, current: Int32s) -> None:
         """Hands the answers of beams to their searches, and steps those that have them all."""
@@ -460,18 +275,25 @@ class Scheduler(GangState):
 
     def _finish_rows(self, rows: Int32s, tokens: Int32s) -> None:
         stopped = self.slots.stopped(rows, tokens)
-        full = self.slots.known[rows] >= self.slots.end[rows]
-        for row in np.flatnonzero(stopped | full).tolist():
-            sequence = self.slots.sequences[rows[row]]
+        ending = np.flatnonzero(stopped | (self.slots.known[rows] >= self.slots.end[rows]))
+        singles = []
+        for slot, is_stop, token in zip(
+            rows[ending].tolist(), stopped[ending].tolist(), tokens[ending].tolist(), strict=True
+        ):
+            sequence = self.slots.sequences[slot]
             assert sequence is not None
-            if stopped[row]:
-                self._finish(sequence, "stop", int(tokens[row]))
+            reason, stop_token = ("stop", token) if is_stop else ("length", None)
+            if len(sequence.group.sequences) == 1 and sequence.group.prefix is None:
+                self.outputs.add_finish(sequence.group, sequence.sample, reason, stop_token)
+                singles.append(sequence)
             else:
-                self._finish(sequence, "length", None)
+                self._finish(sequence, reason, stop_token)
+        if singles:
+            self._end_singles(singles)
 
     def _finish(self, sequence: Sequence, reason: str, stop_token: int | None) -> None:
         if sequence.group.prefix is None:
-            self.outputs.add_finish(sequence, reason, stop_token)
+            self.outputs.add_finish(sequence.group, sequence.sample, reason, stop_token)
         self._end(sequence)
 
     # -- integrity --------------------------------------------------------------------------

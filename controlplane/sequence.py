@@ -10,6 +10,7 @@ import numpy as np
 
 from octavo.controlplane.beam import BeamSearch
 from octavo.controlplane.block_manager import SwappedTable
+from octavo.controlplane.prefix import Path
 from octavo.proto.plan import Beams, Sampling
 from octavo.proto.session import Submit
 from octavo.proto.wire import Int32s, int32s
@@ -67,13 +68,17 @@ class SequenceGroup:
     sampling: Sampling
     sequences: list[Sequence] = field(default_factory=list)
     state: State = State.WAITING
-    end: int = 0  # tokens, prompt included, at which every sample stops; set when the pool is known
+    # Set by `prepare`, when the pool is known:
+    end: int = 0  # tokens, prompt included, at which every sample stops
+    path: Path | None = None  # the prompt's full blocks, hashed once
+    is_single: bool = False  # one sample, no output, nothing shared: what most waiting groups are
     prompt_scores_from: int = 0  # prompt log-probabilities before this position have been delivered
     started: bool = False  # its first row has been planned, ever
     is_prefilling: bool = False  # some sample has tokens to compute before it can draw
     cache_salt: str = ""
     search: BeamSearch | None = None  # of a beam search; the live samples are its beams, in order
     stops: frozenset[int] = frozenset()  # tokens that end a sample
+    only_stop: int | None = None  # that token, where there is just one
     prefix: str | None = None  # the name under which the prompt's full blocks are to be pinned
 
     @classmethod
@@ -93,8 +98,11 @@ class SequenceGroup:
         sampling = submit.sampling
         eos = () if sampling.ignore_eos else sampling.eos_token_ids.tolist()
         group.stops = frozenset([*eos, *sampling.stop_token_ids.tolist()])
+        if len(group.stops) == 1:
+            (group.only_stop,) = group.stops
         if submit.beams is not None:
             group.start_search(submit.beams)
+        group.sampling.encode_once()  # now, while the gang computes, and not when a plan is made
         return group
 
     def start_search(self, beams: Beams) -> None:
@@ -111,6 +119,20 @@ class SequenceGroup:
     def is_fresh(self) -> bool:
         """Whether no sample has an output yet: one prefill then serves them all."""
         return not any(len(sequence.outputs) for sequence in self.sequences)
+
+    def prepare(self, path: Path | None, end: int) -> None:
+        """Sets what follows from the gang's pool."""
+        self.path, self.end = path, end
+        if self.search is not None:
+            self.search.max_length = end - len(self.prompt)
+        self.is_single = (
+            len(self.sequences) == 1
+            and not len(self.sequences[0].outputs)
+            and self.search is None
+            and self.prefix is None
+            and self.sampling.prompt_logprobs is None
+            and end > len(self.prompt)
+        )
 
     @property
     def is_swapped(self) -> bool:
@@ -144,8 +166,47 @@ class OrderedGroups:
         assert removed is group, "a group's key must not change while it is queued"
         self.tokens -= len(group.prompt)
 
+    def remove_first(self, count: int) -> None:
+        self.tokens -= sum(len(group.prompt) for group in self._groups[:count])
+        del self._groups[:count]
+
     def first(self) -> SequenceGroup | None:
         return self._groups[0] if self._groups else None
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        return iter(self._groups)
+
+
+class RunningGroups:
+    """Groups that hold slots, with a count of each level."""
+
+    def __init__(self) -> None:
+        self._groups: set[SequenceGroup] = set()
+        self._levels: dict[int, int] = {}  # {priority: groups}
+
+    def add(self, *groups: SequenceGroup) -> None:
+        self._groups.update(groups)
+        for group in groups:
+            level = group.key.priority
+            self._levels[level] = self._levels.get(level, 0) + 1
+
+    def remove(self, *groups: SequenceGroup) -> None:
+        self._groups.difference_update(groups)
+        for group in groups:
+            level = group.key.priority
+            self._levels[level] -= 1
+            if not self._levels[level]:
+                del self._levels[level]
+
+    def below(self, priority: int) -> list[SequenceGroup]:
+        """Groups of lower levels than this one, largest key first."""
+        if max(self._levels, default=priority) <= priority:
+            return []
+        lower = (group for group in self._groups if group.key.priority > priority)
+        return sorted(lower, key=_key, reverse=True)
 
     def __len__(self) -> int:
         return len(self._groups)

@@ -26,21 +26,19 @@ class SlotTable:
         self._free = list(range(num_slots - 1, -1, -1))
         self.sequences: list[Sequence | None] = [None] * num_slots
         # Goes up when a slot is freed: a result's row counts only if it is still the same.
-        self.generation = _ints(num_slots)
+        self.generation = np.zeros(num_slots, dtype=np.int32)
         self.announced = np.zeros(num_slots, dtype=np.bool_)  # the worker knows that the slot is taken
         self.decoding = np.zeros(num_slots, dtype=np.bool_)
         self.searching = np.zeros(num_slots, dtype=np.bool_)  # a beam: gets candidates, not tokens
-        self.computed = _ints(num_slots)
-        self.known = _ints(num_slots)
-        self.end = _ints(num_slots)
-        self.prompt_len = _ints(num_slots)
-        self.eos = _ints(num_slots)  # the one token that ends the sequence, or NO_TOKEN
+        # Rows of one array, so that new sequences are written at once. `request`, `attempt`,
+        # `sample` and `gateway` (an incarnation) say where the tokens go; `eos` is the one token that
+        # ends the sequence, or NO_TOKEN.
+        self._fields = np.zeros((8, num_slots), dtype=np.int32)
+        self.known, self.computed, self.prompt_len, self.end = self._fields[:4]
+        self.request, self.attempt, self.sample, self.eos = self._fields[4:]
+        self.gateway = np.zeros(num_slots, dtype=np.int64)
         self.has_stop_set = np.zeros(num_slots, dtype=np.bool_)  # ... or one of stop_sets[slot]
         self.stop_sets: dict[int, frozenset[int]] = {}
-        self.gateway = np.zeros(num_slots, dtype=np.int64)  # where its tokens go: an incarnation
-        self.request = _ints(num_slots)
-        self.attempt = _ints(num_slots)
-        self.sample = _ints(num_slots)
         # One more column than a sequence can have tokens: rows in flight need no bounds.
         self._tokens = np.zeros((num_slots, max_len + 1), dtype=np.int32)
 
@@ -50,37 +48,48 @@ class SlotTable:
 
     def take(self, sequence: Sequence, history: Int32s, computed: int) -> int:
         """Gives a free slot to a sequence whose tokens so far are `history`."""
-        slot = self._free.pop()
-        group = sequence.group
-        self.sequences[slot] = sequence
-        sequence.slot = slot
-        self._tokens[slot, : len(history)] = history
-        self.known[slot] = len(history)
-        self.computed[slot] = computed
-        self.prompt_len[slot] = len(group.prompt)
-        self.end[slot] = group.end
-        self.gateway[slot], self.request[slot] = group.id
-        self.attempt[slot] = group.attempt
-        self.sample[slot] = sequence.sample
-        self.searching[slot] = group.search is not None
-        stops = group.stops
-        self.has_stop_set[slot] = len(stops) > 1
-        self.eos[slot] = next(iter(stops)) if len(stops) == 1 else NO_TOKEN
-        if len(stops) > 1:
-            self.stop_sets[slot] = stops
-        return slot
+        return self.take_all([sequence], [history], [computed])[0]
+
+    def take_all(
+        self, sequences: list[Sequence], histories: list[Int32s], computed: list[int]
+    ) -> list[int]:
+        """Gives a free slot to each of these sequences; arguments as for `take`."""
+        slots = self._free[-len(sequences) :]
+        del self._free[-len(sequences) :]
+        entries = [_fields(*entry) for entry in zip(sequences, histories, computed, strict=True)]
+        self._fields[:, slots] = np.array(entries, dtype=np.int32).T
+        self.gateway[slots] = [sequence.group.id.gateway for sequence in sequences]
+        for slot, sequence, history in zip(slots, sequences, histories, strict=True):
+            self.sequences[slot] = sequence
+            sequence.slot = slot
+            self._tokens[slot, : len(history)] = history
+            group = sequence.group
+            if group.search is not None:
+                self.searching[slot] = True
+            if group.only_stop is None and group.stops:
+                self.has_stop_set[slot] = True
+                self.stop_sets[slot] = group.stops
+        return slots
 
     def release(self, slot: int) -> None:
         """Takes the slot from its sequence, which keeps a copy of its known outputs."""
         sequence = self.sequences[slot]
         assert sequence is not None
         sequence.outputs = self.tokens(slot)[self.prompt_len[slot] :].copy()
-        sequence.slot = None
-        self.sequences[slot] = None
-        self.decoding[slot] = self.announced[slot] = False
-        self.generation[slot] += 1
-        self.stop_sets.pop(slot, None)
-        self._free.append(slot)
+        self.release_all([slot])
+
+    def release_all(self, slots: list[int]) -> None:
+        """Takes the slots from their sequences, whose outputs are not wanted any more."""
+        for slot in slots:
+            sequence = self.sequences[slot]
+            assert sequence is not None
+            sequence.slot = self.sequences[slot] = None
+            if self.stop_sets:
+                self.stop_sets.pop(slot, None)
+        for flags in (self.decoding, self.announced, self.searching, self.has_stop_set):
+            flags[slots] = False
+        self.generation[slots] += 1
+        self._free += slots
 
     def copy(self, parent: int, child: int) -> None:
         """Gives a slot the tokens of another one of its group."""
@@ -109,5 +118,16 @@ class SlotTable:
         return ends
 
 
-def _ints(count: int) -> Int32s:
-    return np.zeros(count, dtype=np.int32)
+def _fields(sequence: Sequence, history: Int32s, computed: int) -> tuple[int, ...]:
+    """A slot's entries in the order of `SlotTable._fields`."""
+    group = sequence.group
+    return (
+        len(history),
+        computed,
+        len(group.prompt),
+        group.end,
+        group.id.request,
+        group.attempt,
+        sequence.sample,
+        NO_TOKEN if group.only_stop is None else group.only_stop,
+    )

@@ -9,7 +9,13 @@ from octavo.controlplane.fit import Reserved
 from octavo.controlplane.outputs import Outputs
 from octavo.controlplane.preemption import Speeds
 from octavo.controlplane.prefix import PrefixIndex
-from octavo.controlplane.sequence import OrderedGroups, Sequence, SequenceGroup, State
+from octavo.controlplane.sequence import (
+    OrderedGroups,
+    RunningGroups,
+    Sequence,
+    SequenceGroup,
+    State,
+)
 from octavo.controlplane.slots import SlotTable
 
 
@@ -28,7 +34,7 @@ class GangState:
         self.speeds = speeds or Speeds()
         self.preempted = OrderedGroups()
         self.outputs = Outputs()
-        self.running: set[SequenceGroup] = set()
+        self.running = RunningGroups()
         # Registered prefixes: {name: (salt, tokens)}; their full blocks are or will be pinned.
         self.reserved: Reserved = {}
         self._start(shape)
@@ -41,7 +47,7 @@ class GangState:
             shape.block_size,
             shape.num_slots,
             shape.max_model_len,
-            PrefixIndex() if shape.prefix_caching else None,
+            PrefixIndex(shape.num_blocks) if shape.prefix_caching else None,
         )
         self.slots = SlotTable(shape.num_slots, shape.max_model_len)
         self.pending = Pending()
@@ -80,7 +86,7 @@ class GangState:
         self._put_back(group, kind)
 
     def _put_back(self, group: SequenceGroup, kind: str) -> None:
-        self.running.discard(group)
+        self.running.remove(group)
         group.state = State.PREEMPTED
         group.is_prefilling = False
         if group.search is not None:
@@ -101,7 +107,7 @@ class GangState:
         assert sequence.slot is not None
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
-        self.blocks.free(sequence.slot)
+        self.blocks.free([sequence.slot])
         self._release_slot(sequence)
 
     def _release_slot(self, sequence: Sequence) -> None:
@@ -130,13 +136,26 @@ class GangState:
         group.state = State.FINISHED
         self.outputs.ended.append(group)
 
+    def _end_singles(self, sequences: list[Sequence]) -> None:
+        """Finishes sequences that are alone in their running groups, and have been prefilled."""
+        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
+        self.blocks.free(slots)
+        self.slots.release_all(slots)
+        self.pending.add_freed(slots)
+        groups = [sequence.group for sequence in sequences]
+        self.running.remove(*groups)
+        self.outputs.ended += groups
+        for sequence in sequences:
+            sequence.finished = True
+            sequence.group.state = State.FINISHED
+
     def _is_needed(self, sequence: Sequence) -> bool:
         """Whether other samples still wait for what this one prefills."""
         return sequence in self._prefilling and bool(sequence.group.live)
 
     def _leave_queue(self, group: SequenceGroup) -> None:
         if group.state is State.RUNNING:
-            self.running.discard(group)
+            self.running.remove(group)
         elif group.state is State.WAITING:
             self.waiting.remove(group)
         elif group.state is State.PREEMPTED:
@@ -147,7 +166,7 @@ class GangState:
         self.blocks.check()
         held = [sequence for sequence in self.slots.sequences if sequence is not None]
         assert len(held) + self.slots.num_free == self.slots.num_slots, "a slot is lost"
-        assert {sequence.group for sequence in held} == self.running, "a group without slots runs"
+        assert {sequence.group for sequence in held} == set(self.running), "a group without slots runs"
         for queue, state in ((self.waiting, State.WAITING), (self.preempted, State.PREEMPTED)):
             assert all(group.state is state for group in queue), f"a {state.value} group is elsewhere"
         assert all(group.state is State.RUNNING for group in self.running)

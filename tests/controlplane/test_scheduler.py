@@ -15,7 +15,6 @@ from toy_worker import best_continuations
 
 from octavo.controlplane.beam import candidates_for
 from octavo.controlplane.draft import Shape
-from octavo.controlplane.prefix import PrefixIndex
 from octavo.controlplane.scheduler import Scheduler
 from octavo.controlplane.sequence import SequenceGroup
 from octavo.proto.plan import Beams, Result, Sampling
@@ -474,10 +473,9 @@ def test_salts_and_prompt_scores_keep_apart() -> None:
 
 def test_colliding_hashes_cost_hits_and_nothing_else() -> None:
     driver = Driver(shape(num_blocks=30, prefix_caching=True), depth=2)
-    index = PrefixIndex(lambda parent, tokens: b"same")
-    driver.scheduler.blocks.index = index
-    driver.scheduler.blocks.device._is_findable = index.holds
-    driver.scheduler.blocks.device._on_evict = index.forget
+    index = driver.scheduler.blocks.index
+    assert index is not None
+    index._hash = lambda parent, tokens: b"same"
     requests = [submit(i, prompt(9 + i % 5, i % 3), 6, cache_salt="ab"[i % 2]) for i in range(1, 20)]
     for request in requests:
         driver.add(request)
