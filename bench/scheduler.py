@@ -3,7 +3,8 @@
 
 One iteration is what the server does between two results: schedule, pack the plan, unpack the result's
 bytes, process them, pack the gateway's message. No worker runs: the result is made beforehand, outside
-the clock. A fixed loop of plain Python is timed beside it, since machines differ.
+the clock. Requests are taken in between iterations, while a real gang computes; the last column says
+what one of them costs. A fixed loop of plain Python is timed beside it, since machines differ.
 
     python bench/scheduler.py --sequences 64,256,1024,4096 --json scheduler.json
 """
@@ -43,6 +44,7 @@ class Bench:
         self.scheduler = Scheduler(self._shape(running), self.waiting, Counters())
         self.request = 0
         self.rows = 0
+        self.submissions: list[float] = []  # seconds that each request took to be queued
 
     def _shape(self, running: int) -> Shape:
         slots = running + max(8, running // 4)
@@ -77,10 +79,12 @@ class Bench:
                 max_tokens=length,
                 sampling=Sampling(seed=self.request, eos_token_ids=int32s([_EOS])),
             )
+            start = time.perf_counter()
             group = SequenceGroup.from_submit(submit, self.request)
             reason = self.scheduler.fit(group)
-            assert reason is None, reason
             self.waiting.add(group)
+            self.submissions.append(time.perf_counter() - start)
+            assert reason is None, reason
 
     def iterate(self) -> float:
         """One iteration; returns its seconds, arrivals and the making of the result left out."""
@@ -106,13 +110,14 @@ class Bench:
         return Result(epoch=1, number=plan.number, rank=0, tokens=tokens).pack()
 
 
-def measure(running: int, churn: float, index: bool, iterations: int) -> float:
-    """Median over iterations of microseconds per row."""
+def measure(running: int, churn: float, index: bool, iterations: int) -> tuple[float, float]:
+    """Medians in microseconds: of an iteration per row, and of a submission."""
     bench = Bench(running, churn, index)
     bench.arrive(running)
     for _ in range(5):
         bench.iterate()
-    return statistics.median(1e6 * bench.iterate() / max(bench.rows, 1) for _ in range(iterations))
+    rows = [1e6 * bench.iterate() / max(bench.rows, 1) for _ in range(iterations)]
+    return statistics.median(rows), 1e6 * statistics.median(bench.submissions)
 
 
 def calibrate() -> float:
@@ -136,7 +141,9 @@ def main() -> int:
     for running in map(int, options.sequences.split(",")):
         for churn, index in itertools.product((0.0, options.churn), (False, True)):
             rounds = [measure(running, churn, index, options.iterations) for _ in range(options.rounds)]
-            figures.append({"running": running, "churn": churn, "index": index, "microseconds": rounds})
+            case = {"running": running, "churn": churn, "index": index}
+            iterations, submissions = zip(*rounds, strict=True)
+            figures.append(case | {"microseconds": iterations, "submission_microseconds": submissions})
     loop = statistics.median(calibrate() for _ in range(options.rounds))
     rows = [
         [
@@ -144,10 +151,18 @@ def main() -> int:
             f"{f['churn']:.0%}",
             "on" if f["index"] else "off",
             number(statistics.median(f["microseconds"])),
+            number(statistics.median(f["submission_microseconds"])),
         ]
         for f in figures
     ]
-    print(table(["running", "arrive and end", "prefix index", "us / sequence / iteration"], rows))
+    heads = [
+        "running",
+        "arrive and end",
+        "prefix index",
+        "us / sequence / iteration",
+        "us / submission",
+    ]
+    print(table(heads, rows))
     print(f"a step of a plain Python loop takes {loop:.1f} ns here")
     if options.json:
         report = {"figures": figures, "loop_nanoseconds": loop}
