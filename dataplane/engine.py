@@ -42,10 +42,19 @@ class Batch:
     block_indices: Ints  # [sum of table lengths]
     block_begins: Ints  # [num_rows + 1]
     logit_tokens: Ints  # [num_logits], indices of the tokens whose logits are wanted
+    # Tokens that only the device knows: `late_values`, on the device, belong at these indices of
+    # `token_ids`. Only for engines that overlap.
+    late_tokens: Ints | None = None
+    late_values: Tensor | None = None
 
 
 class Engine(Protocol):
     """A model on a device with its KV pools. Used by one thread."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its methods return before the device is done, so that the next plan can be handed
+        over meanwhile."""
 
     def describe(self) -> EngineInfo:
         """What this engine is; needs no pools."""

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import dataclass
 
 import zmq
 
@@ -9,7 +10,7 @@ from octavo.dataplane.engine import Engine
 from octavo.dataplane.heartbeat import Progress
 from octavo.dataplane.links import Socket, send
 from octavo.dataplane.metrics import WorkerMetrics
-from octavo.dataplane.runner import Runner
+from octavo.dataplane.runner import Runner, UnderWay
 from octavo.dataplane.slots import PlanError, Slots
 from octavo.dataplane.stopping import StopSignal
 from octavo.kernels.table import Kernels
@@ -37,6 +38,15 @@ class Epoch:
         self.faulted = False  # nothing more is run or reported until the next reset
 
 
+@dataclass(frozen=True)
+class Started:
+    """A plan whose result is to be sent."""
+
+    epoch: Epoch
+    under_way: UnderWay
+    arrived: float  # perf_counter seconds
+
+
 class PlanLoop:
     """Owns the data socket, the engine and the epoch."""
 
@@ -54,6 +64,7 @@ class PlanLoop:
         self._engine, self._kernels = engine, kernels
         self._progress, self._metrics = progress, metrics
         self._epoch: Epoch | None = None
+        self._started: Started | None = None
         self._pool_shape: tuple[int, int, int] | None = None
 
     def run(self, stop: StopSignal) -> None:
@@ -68,7 +79,8 @@ class PlanLoop:
             poller.register(readable, zmq.POLLIN)
         try:
             while not stop.requested:
-                self._step(dict(poller.poll()), stop)
+                # With a plan under way only what has arrived already comes before its result.
+                self._step(dict(poller.poll(0 if self._started else None)), stop)
         finally:
             send(self._heart, WorkerBye(incarnation=self._register.incarnation).pack())
 
@@ -79,6 +91,8 @@ class PlanLoop:
             self._on_heart(self._heart.recv(), stop)
         elif self._data in events:
             self._on_data(self._data.recv_multipart(), time.perf_counter())
+        elif self._started is not None:
+            self._complete()
 
     # -- resets -----------------------------------------------------------------------------------
 
@@ -98,7 +112,7 @@ class PlanLoop:
             send(self._heart, ready.pack())
 
     def _reset(self, reset: Reset) -> None:
-        self._epoch = None
+        self._epoch = self._started = None
         shape = (reset.num_blocks, reset.block_size, reset.num_cpu_blocks)
         if shape != self._pool_shape:
             self._pool_shape = None
@@ -150,33 +164,64 @@ class PlanLoop:
             self._run_plan(epoch, plan, arrived)
 
     def _run_plan(self, epoch: Epoch, plan: Plan, arrived: float) -> None:
-        answer = self._answer(epoch, plan)
-        if isinstance(answer, Result):
-            epoch.next_plan += 1
-            answer.timings.total = time.perf_counter() - arrived
-            self._progress.done = (plan.epoch, epoch.next_plan)
-            self._metrics.count_plan(plan, answer.timings)
-            self._metrics.live_slots.set(int(epoch.slots.live.sum()))
-        else:
-            epoch.faulted = True
-            self._metrics.faults.inc()
-            log.error("plan %d of epoch %d: %s", plan.number, plan.epoch, answer.reason)
-        if not send(self._data, answer.pack()):
-            log.warning("plan %d: its result was dropped, there is no connection", plan.number)
-
-    def _answer(self, epoch: Epoch, plan: Plan) -> Result | Fault:
-        reset = epoch.reset
+        """Starts a plan, beside the one that is under way if that is possible."""
+        if self._started is not None and not epoch.runner.can_start(plan):
+            self._complete()
         try:
-            if plan.number != epoch.next_plan:
-                raise PlanError(f"its number is wrong: {epoch.next_plan} comes next")
-            plan.validate(reset.num_slots, reset.num_blocks, reset.num_cpu_blocks)
-            return epoch.runner.run(plan, reset.rank)
-        except (PlanError, ProtocolError) as error:
+            under_way = self._start(epoch, plan)
+        except Exception as error:
+            if self._started is not None:
+                self._complete()
+            self._report(epoch, plan, error)
+            return
+        epoch.next_plan += 1
+        if self._started is not None:
+            self._complete()
+        self._started = Started(epoch, under_way, arrived)
+        if not self._engine.overlaps:
+            self._complete()
+
+    def _start(self, epoch: Epoch, plan: Plan) -> UnderWay:
+        reset = epoch.reset
+        if plan.number != epoch.next_plan:
+            raise PlanError(f"its number is wrong: {epoch.next_plan} comes next")
+        plan.validate(reset.num_slots, reset.num_blocks, reset.num_cpu_blocks)
+        return epoch.runner.start(plan)
+
+    def _complete(self) -> None:
+        """Waits for the plan under way and sends its result."""
+        started, self._started = self._started, None
+        assert started is not None
+        epoch, plan = started.epoch, started.under_way.plan
+        if epoch.faulted:
+            return
+        try:
+            result = epoch.runner.finish(started.under_way, epoch.reset.rank)
+        except Exception as error:
+            self._report(epoch, plan, error)
+            return
+        result.timings.total = time.perf_counter() - started.arrived
+        self._progress.done = (plan.epoch, plan.number + 1)
+        self._metrics.count_plan(plan, result.timings)
+        self._metrics.live_slots.set(int(epoch.slots.live.sum()))
+        self._send(plan, result)
+
+    def _report(self, epoch: Epoch, plan: Plan, error: Exception) -> None:
+        """Tells the gang of a plan that could not be run; called where the error is handled."""
+        if isinstance(error, (PlanError, ProtocolError)):
             reason = str(error)
-        except Exception as error:  # whatever it is, the gang must hear of it
+        else:  # whatever it is, the gang must hear of it
             log.exception("plan %d of epoch %d failed", plan.number, plan.epoch)
             reason = f"{type(error).__name__} while running; see this worker's log"
-        return Fault(epoch=plan.epoch, number=plan.number, rank=reset.rank, reason=reason[:4096])
+        epoch.faulted = True
+        self._metrics.faults.inc()
+        log.error("plan %d of epoch %d: %s", plan.number, plan.epoch, reason)
+        rank = epoch.reset.rank
+        self._send(plan, Fault(epoch=plan.epoch, number=plan.number, rank=rank, reason=reason[:4096]))
+
+    def _send(self, plan: Plan, answer: Result | Fault) -> None:
+        if not send(self._data, answer.pack()):
+            log.warning("plan %d: its result was dropped, there is no connection", plan.number)
 
 
 def check_reset(reset: Reset, model: ModelInfo) -> None:

@@ -4,16 +4,19 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from octavo.dataplane.batching import Rows, batch_of, rows_of
-from octavo.dataplane.engine import Engine
-from octavo.dataplane.sampler import draw, score
-from octavo.dataplane.slots import Ints, PlanError, Slots
+from octavo.dataplane.engine import Batch, Engine
+from octavo.dataplane.host_copy import HostCopy
+from octavo.dataplane.sampler import Drawing, draw, score
+from octavo.dataplane.slots import Ints, Places, PlanError, Slots
+from octavo.dataplane.stopwatch import Stopwatch
 from octavo.kernels.table import Kernels
 from octavo.proto.plan import Plan, PromptLogprobs, Result, Timings
 from octavo.proto.wire import float32s, int32s
@@ -34,30 +37,83 @@ class ScoreRange:
     token: int  # index in the batch of the token at position first - 1
 
 
+@dataclass
+class UnderWay:
+    """A plan that the device may still be running."""
+
+    plan: Plan
+    drawing: Drawing | None
+    places: Places  # where the drawn tokens go
+    own: np.ndarray[tuple[int], np.dtype[np.intp]]  # which draws they are: beams get theirs later
+    scores: list[PromptLogprobs]
+    watch: Stopwatch
+    timings: Timings
+
+
 class Runner:
-    """Owns the slots of one epoch; the engine owns the pools."""
+    """Owns the slots of one epoch; the engine owns the pools.
+
+    On a device that works by itself a plan can be started while the one before it is under way:
+
+        first = runner.start(plan)
+        if runner.can_start(next_plan):
+            second = runner.start(next_plan)
+        result = runner.finish(first)
+    """
 
     def __init__(self, engine: Engine, kernels: Kernels, slots: Slots, max_batched_tokens: int) -> None:
         self._engine, self._kernels = engine, kernels
         self._slots, self._max_batched_tokens = slots, max_batched_tokens
+        self._device = torch.device(engine.describe().device)
+        self._latest: UnderWay | None = None
 
     def run(self, plan: Plan, rank: int) -> Result:
         """Runs one plan. Raises PlanError when it does not fit the slots."""
+        return self.finish(self.start(plan), rank)
+
+    def can_start(self, plan: Plan) -> bool:
+        """Whether nothing in the plan depends on tokens that have not reached the host."""
+        if not self._engine.overlaps or len(plan.forks) or len(plan.push_slots):
+            return False
+        drawn = np.concatenate((plan.decode_slots, plan.draw_slots))
+        return not (self._slots.late[drawn] & self._slots.draws.edits[drawn]).any()
+
+    def start(self, plan: Plan) -> UnderWay:
+        """Hands a plan to the device. Raises PlanError when it does not fit the slots."""
         timings = Timings()
-        with _timed(timings, "apply"):
+        with _timed(timings, "apply"), record_function("octavo.apply"):
             self._apply(plan)
             rows = rows_of(plan, self._slots, self._max_batched_tokens)
             drawn, draw_rows = self._draws(plan, rows)
             ranges = self._score_ranges(plan, rows)
-        with _timed(timings, "forward"):
+        watch = Stopwatch(self._device)
+        with record_function("octavo.forward"):
             logits, to_score = self._forward(rows, draw_rows, ranges)
+        watch.stop()
+        with _timed(timings, "sample"), record_function("octavo.sample"):
+            drawing = draw(logits, self._slots, drawn, self._kernels) if len(drawn) else None
+            scores = self._score(to_score, ranges)
+        self._advance(plan)
+        own = np.flatnonzero(self._slots.draws.candidates[drawn] == 0)
+        places = self._slots.reserve(drawn[own])
+        self._latest = UnderWay(plan, drawing, places, own, scores, watch, timings)
+        return self._latest
+
+    def finish(self, under_way: UnderWay, rank: int) -> Result:
+        """Waits for a plan, in the order of their starts."""
+        plan, timings = under_way.plan, under_way.timings
+        result = Result(epoch=plan.epoch, number=plan.number, rank=rank, timings=timings)
         with _timed(timings, "sample"):
-            result = self._sample(plan, logits, drawn)
-            result.prompt_logprobs = self._score(to_score, ranges)
-            self._advance(plan)
-            own = self._slots.draws.candidates[drawn] == 0  # the others get theirs with a later plan
-            self._slots.append(drawn[own], result.tokens[own])
-        result.rank, result.timings = rank, timings
+            if under_way.drawing is not None:
+                draws = under_way.drawing.result()
+                result.tokens, result.draw_logprobs = draws.tokens, draws.logprobs
+                result.candidates = draws.candidates
+        self._slots.settle(under_way.places, result.tokens[under_way.own])
+        result.digest = zlib.crc32(result.tokens.tobytes())
+        result.prompt_logprobs = under_way.scores
+        timings.forward = under_way.watch.seconds()
+        if self._latest is under_way:
+            self._latest = None
         return result
 
     # -- apply ----------------------------------------------------------------------------------
@@ -103,18 +159,24 @@ class Runner:
             return torch.empty(0), torch.empty(0)
         scored = [np.arange(r.token, r.token + r.last - r.first, dtype=np.int32) for r in ranges]
         logit_tokens = np.concatenate((rows.last_tokens()[draw_rows], *scored))
-        hidden = self._engine.forward(batch_of(rows, self._slots, logit_tokens))
+        batch = batch_of(rows, self._slots, logit_tokens)
+        hidden = self._engine.forward(self._with_late_tokens(batch, rows))
         draws = len(draw_rows)
         return self._engine.logits(hidden[:draws]), hidden[draws:]
 
-    def _sample(self, plan: Plan, logits: Tensor, drawn: Ints) -> Result:
-        result = Result(epoch=plan.epoch, number=plan.number, rank=0)
-        if len(drawn):
-            draws = draw(logits, self._slots, drawn, self._kernels)
-            result.tokens, result.draw_logprobs = draws.tokens, draws.logprobs
-            result.candidates = draws.candidates
-        result.digest = zlib.crc32(result.tokens.tobytes())
-        return result
+    def _with_late_tokens(self, batch: Batch, rows: Rows) -> Batch:
+        """The batch with the tokens that the plan under way draws for its rows."""
+        late = np.flatnonzero(self._slots.late[rows.slots])
+        if not len(late):
+            return batch
+        latest = self._latest
+        assert latest is not None and latest.drawing is not None, (
+            "a token is late, but under way nowhere"
+        )
+        draw_of = dict(zip(latest.places.slots.tolist(), latest.own.tolist(), strict=True))
+        draws = [draw_of[slot] for slot in rows.slots[late].tolist()]
+        values = latest.drawing.tokens[torch.tensor(draws, device=self._device)]
+        return replace(batch, late_tokens=rows.last_tokens()[late], late_values=values.long())
 
     def _advance(self, plan: Plan) -> None:
         """Counts what the rows computed; a child forked from a chunk's slot shares its blocks."""
@@ -160,7 +222,7 @@ class Runner:
             logits = self._engine.logits(hidden[begin : begin + SCORE_ROWS])
             k = min(k, logits.shape[1])
             tokens = torch.from_numpy(targets[begin : begin + SCORE_ROWS]).to(logits.device)
-            parts.append(score(logits, tokens, k, self._kernels))
+            parts.append(HostCopy(score(logits, tokens, k, self._kernels)).wait())
         own, ids, best = (np.concatenate(values) for values in zip(*parts, strict=True))
         return PromptLogprobs(
             chunk=wanted.chunk,
@@ -176,4 +238,4 @@ class Runner:
 def _timed(timings: Timings, phase: str) -> Iterator[None]:
     begin = time.perf_counter()
     yield
-    setattr(timings, phase, time.perf_counter() - begin)
+    setattr(timings, phase, getattr(timings, phase) + time.perf_counter() - begin)

@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.dataplane.host_copy import Array, HostCopy
 from octavo.dataplane.slots import Ints, Slots
 from octavo.kernels.reference import sampling as ops
 from octavo.kernels.reference.sampling import DrawParams
 from octavo.kernels.table import Kernels
 from octavo.proto.plan import Candidates, DrawLogprobs, Sampling
-from octavo.proto.wire import Int32s, float32s, int32s
+from octavo.proto.wire import Int32s, int32s
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,58 @@ class Draws:
     candidates: Candidates | None
 
 
-def draw(logits: Tensor, slots: Slots, drawn: Ints, kernels: Kernels) -> Draws:
+@dataclass(frozen=True)
+class _Asked:
+    """The draws that want a list of the best tokens, and how many each."""
+
+    draws: Int32s
+    counts: list[int]
+
+    def take(self, ranked: Array) -> Array:
+        """Each draw's own count of its row of ``[n, k]``, one after the other."""
+        return np.concatenate([ranked[i, :count] for i, count in enumerate(self.counts)])
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Draws that the device may still be making."""
+
+    tokens: Tensor  # [num_draws] int32, on the device
+    _copy: HostCopy
+    _logprobs: _Asked | None
+    _candidates: _Asked | None
+
+    def result(self) -> Draws:
+        """Waits for them."""
+        tokens, *rest = self._copy.wait()
+        logprobs = candidates = None
+        if self._logprobs is not None:
+            scored, ids, best, *rest = rest
+            logprobs = DrawLogprobs(
+                draws=self._logprobs.draws,
+                logprobs=scored,
+                top_counts=int32s(self._logprobs.counts),
+                top_ids=self._logprobs.take(ids),
+                top_logprobs=self._logprobs.take(best),
+            )
+        if self._candidates is not None:
+            ids, best = rest
+            candidates = Candidates(
+                draws=self._candidates.draws,
+                counts=int32s(self._candidates.counts),
+                ids=self._candidates.take(ids),
+                logprobs=self._candidates.take(best),
+            )
+        return Draws(tokens, logprobs, candidates)
+
+
+def draw(logits: Tensor, slots: Slots, drawn: Ints, kernels: Kernels) -> Drawing:
     """Draws one token for each of the slots `drawn`; appends nothing.
 
     Args:
         logits: ``[num_draws, vocab_size]`` float32, row i for ``drawn[i]``; left as they are.
     """
-    tokens = logits.argmax(dim=1)
+    tokens = logits.argmax(dim=1).to(torch.int32)
     searching = slots.draws.candidates[drawn] > 0
     special = np.flatnonzero(
         ~searching & (slots.draws.edits[drawn] | (slots.draws.temperature[drawn] > 0))
@@ -39,39 +85,39 @@ def draw(logits: Tensor, slots: Slots, drawn: Ints, kernels: Kernels) -> Draws:
         own = logits[rows]  # a copy: reported log-probabilities are of the raw logits
         _edit(own, slots, drawn[special])
         params = _draw_params(slots, drawn[special], logits.device)
-        tokens[rows] = kernels.sample(own, params)
-    asked = np.flatnonzero(slots.draws.wants_logprobs[drawn])
-    logprobs = _logprobs(logits, tokens, slots, drawn, asked, kernels) if len(asked) else None
-    return Draws(
-        tokens=tokens.cpu().numpy().astype(np.int32),
-        logprobs=logprobs,
-        candidates=_candidates(logits, slots, drawn, np.flatnonzero(searching), kernels),
-    )
+        tokens[rows] = kernels.sample(own, params).to(torch.int32)
+    to_host = [tokens]
+    asked = searched = None
+    wants = np.flatnonzero(slots.draws.wants_logprobs[drawn])
+    if len(wants):
+        counts = [slots.sampling(slot).logprobs or 0 for slot in drawn[wants].tolist()]
+        asked = _Asked(int32s(wants), [min(count, logits.shape[1]) for count in counts])
+        rows = torch.from_numpy(wants).to(logits.device)
+        to_host += score(logits[rows], tokens[rows], max(asked.counts), kernels)
+    beams = np.flatnonzero(searching)
+    if len(beams):
+        counts = slots.draws.candidates[drawn[beams]].tolist()
+        searched = _Asked(int32s(beams), [min(count, logits.shape[1]) for count in counts])
+        to_host += _candidates(logits, slots, drawn, beams, max(searched.counts), kernels)
+    return Drawing(tokens, HostCopy(to_host), asked, searched)
 
 
 def _candidates(
     logits: Tensor,
     slots: Slots,
     drawn: Ints,
-    asked: np.ndarray[tuple[int], np.dtype[np.int64]],
+    beams: np.ndarray[tuple[int], np.dtype[np.int64]],
+    k: int,
     kernels: Kernels,
-) -> Candidates | None:
-    """The best continuations of the draws `asked`: edits apply to log-probabilities, as in
-    Hugging Face's beam search."""
-    if not len(asked):
-        return None
-    own = torch.log_softmax(logits[torch.from_numpy(asked).to(logits.device)], dim=1)
-    _edit(own, slots, drawn[asked])
-    counts = [min(int(slots.draws.candidates[drawn[i]]), logits.shape[1]) for i in asked]
-    ids = kernels.top_ids(own, max(counts))
-    best = own.gather(1, ids).cpu().numpy()
-    ranked = ids.cpu().numpy()
-    return Candidates(
-        draws=int32s(asked),
-        counts=int32s(counts),
-        ids=int32s(np.concatenate([ranked[i, :k] for i, k in enumerate(counts)])),
-        logprobs=float32s(np.concatenate([best[i, :k] for i, k in enumerate(counts)])),
-    )
+) -> list[Tensor]:
+    """The k best continuations of the draws `beams`: ``[n, k]`` ids and log-probabilities.
+
+    Edits apply to log-probabilities, as in Hugging Face's beam search.
+    """
+    own = torch.log_softmax(logits[torch.from_numpy(beams).to(logits.device)], dim=1)
+    _edit(own, slots, drawn[beams])
+    ids = kernels.top_ids(own, k)
+    return [ids.to(torch.int32), own.gather(1, ids)]
 
 
 def _draw_params(slots: Slots, drawn: Ints, device: torch.device) -> DrawParams:
@@ -141,41 +187,13 @@ def _tensor(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]], like: Ten
 # -- log-probabilities ------------------------------------------------------------------------------
 
 
-def _logprobs(
-    logits: Tensor,
-    tokens: Tensor,
-    slots: Slots,
-    drawn: Ints,
-    asked: np.ndarray[tuple[int], np.dtype[np.int64]],
-    kernels: Kernels,
-) -> DrawLogprobs:
-    counts = [min(slots.sampling(int(drawn[i])).logprobs or 0, logits.shape[1]) for i in asked]
-    rows = torch.from_numpy(asked).to(logits.device)
-    scored, ids, best = score(logits[rows], tokens[rows], max(counts), kernels)
-    return DrawLogprobs(
-        draws=int32s(asked),
-        logprobs=scored,
-        top_counts=int32s(counts),
-        top_ids=int32s(np.concatenate([ids[i, :k] for i, k in enumerate(counts)])),
-        top_logprobs=float32s(np.concatenate([best[i, :k] for i, k in enumerate(counts)])),
-    )
-
-
-Scores = tuple[
-    np.ndarray[tuple[int], np.dtype[np.float32]],
-    np.ndarray[tuple[int, int], np.dtype[np.int32]],
-    np.ndarray[tuple[int, int], np.dtype[np.float32]],
-]
-
-
-def score(logits: Tensor, tokens: Tensor, k: int, kernels: Kernels) -> Scores:
+def score(logits: Tensor, tokens: Tensor, k: int, kernels: Kernels) -> list[Tensor]:
     """Log-probabilities of `tokens` under raw logits, and the k best of each row, best first.
 
     Returns:
-        ``[n]`` log-probabilities, ``[n, k]`` ids and ``[n, k]`` log-probabilities.
+        ``[n]`` log-probabilities, ``[n, k]`` ids (int32) and ``[n, k]`` log-probabilities.
     """
     normalizer = ops.log_normalizer(logits)[:, None]
     ids = kernels.top_ids(logits, k)
-    best = logits.gather(1, ids) - normalizer
     own = (logits.gather(1, tokens.long()[:, None]) - normalizer).squeeze(1)
-    return own.cpu().numpy(), ids.cpu().numpy().astype(np.int32), best.cpu().numpy()
+    return [own, ids.to(torch.int32), logits.gather(1, ids) - normalizer]

@@ -42,6 +42,15 @@ def _empty_arrays(num_slots: int) -> _SamplingArrays:
     )
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where drawn tokens go that the host does not have yet."""
+
+    slots: Int32s
+    positions: Ints
+    sequences: Ints  # which holder of each slot they belong to
+
+
 class Slots:
     """Block tables, tokens and sampling parameters of ``num_slots`` slots.
 
@@ -64,6 +73,9 @@ class Slots:
         self.samples: Ints = np.zeros(num_slots, dtype=np.int32)
         self.prompt_logprobs_from: Ints = np.zeros(num_slots, dtype=np.int32)
         self.live: npt.NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
+        # The last token is drawn but has not reached the host: `tokens` does not have it yet.
+        self.late: npt.NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
+        self._sequence: Ints = np.zeros(num_slots, dtype=np.int32)  # counts who has held the slot
         self.draws = _empty_arrays(num_slots)
         self._sampling: list[Sampling | None] = [None] * num_slots
 
@@ -84,7 +96,8 @@ class Slots:
 
     def free(self, slots: Int32s) -> None:
         """Forgets sequences."""
-        self.live[slots] = False
+        self.live[slots] = self.late[slots] = False
+        self._sequence[slots] += 1
         for slot in slots.tolist():
             self._sampling[slot] = None
 
@@ -98,7 +111,8 @@ class Slots:
         self.computed[slot], self.prompt_lens[slot] = admit.computed, admit.prompt_len
         self.samples[slot] = admit.sample
         self.prompt_logprobs_from[slot] = admit.prompt_logprobs_from
-        self.live[slot] = True
+        self.live[slot], self.late[slot] = True, False
+        self._sequence[slot] += 1
         self._set_sampling(slot, admit.sampling)
 
     def _check_admit(self, admit: Admit) -> None:
@@ -145,7 +159,8 @@ class Slots:
         for field in fields(self.draws):
             array = getattr(self.draws, field.name)
             array[child] = array[parent]
-        self.samples[child] = sample
+        self.samples[child], self.late[child] = sample, False
+        self._sequence[child] += 1
         self._sampling[child] = self._sampling[parent]
 
     def set_block(self, slot: int, index: int, block: int) -> None:
@@ -166,11 +181,23 @@ class Slots:
 
     def append(self, slots: Int32s, tokens: Int32s) -> None:
         """Adds a token to each slot. Raises PlanError where there is no room."""
+        self.settle(self.reserve(slots), tokens)
+
+    def reserve(self, slots: Int32s) -> "Places":
+        """Makes each slot one token longer; `settle` brings the tokens. Raises PlanError."""
         lengths = self.lengths[slots]
         if len(slots) and int(lengths.max()) > self.max_model_len:
             raise PlanError(f"a draw is beyond the limit of {self.max_model_len} tokens")
-        self.tokens[slots, lengths] = tokens
         self.lengths[slots] = lengths + 1
+        self.late[slots] = True
+        return Places(slots, lengths, self._sequence[slots])
+
+    def settle(self, places: "Places", tokens: Int32s) -> None:
+        """Stores the tokens of `reserve`, but for those whose slots were freed meanwhile."""
+        same = self._sequence[places.slots] == places.sequences
+        slots, positions = places.slots[same], places.positions[same]
+        self.tokens[slots, positions] = tokens[same]
+        self.late[slots[self.lengths[slots] == positions + 1]] = False
 
 
 def edits_logits(sampling: Sampling) -> bool:

@@ -46,6 +46,10 @@ class TorchEngine:
                 module.prepare()
         self._pools = self._swap = Pools([], [])
 
+    @property
+    def overlaps(self) -> bool:
+        return self._device.type != "cpu"
+
     def describe(self) -> EngineInfo:
         config = self._model.config
         return EngineInfo(
@@ -103,8 +107,14 @@ class TorchEngine:
             key_caches=self._pools.keys,
             value_caches=self._pools.values,
         )
-        hidden: Tensor = model(self._tensor(batch.token_ids), state, self._tensor(batch.logit_tokens))
+        hidden: Tensor = model(self._token_ids(batch), state, self._tensor(batch.logit_tokens))
         return hidden
+
+    def _token_ids(self, batch: Batch) -> Tensor:
+        ids = self._tensor(batch.token_ids)
+        if batch.late_tokens is not None and batch.late_values is not None:
+            ids[self._tensor(batch.late_tokens)] = batch.late_values
+        return ids
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -36,14 +36,18 @@ class PlanMaker:
         self._next = 0
 
     def run(self, **parts: Any) -> Result:
-        """One plan, through its bytes."""
+        """Runs one plan, through its bytes."""
+        return self.runner.run(self.plan(**parts), rank=0)
+
+    def plan(self, **parts: Any) -> Plan:
+        """The next plan, through its bytes."""
         arrays: dict[str, Any] = {
             name: Admits.of(part) if name == "admits" else int32s(part) for name, part in parts.items()
         }
         plan = Plan.unpack(Plan(epoch=1, number=self._next, **arrays).pack())
         self._next += 1
         plan.validate(*self._sizes)
-        return self.runner.run(plan, rank=0)
+        return plan
 
     def blocks(self, tokens: int) -> list[int]:
         """Blocks for so many tokens."""

@@ -34,7 +34,7 @@ def slots_with(*entries: tuple[list[int], int, Sampling]) -> Slots:
 
 def draw_all(logits: torch.Tensor, slots: Slots) -> list[int]:
     everyone = np.arange(slots.num_slots, dtype=np.int32)
-    return [int(token) for token in draw(logits, slots, everyone, CPU).tokens]
+    return [int(token) for token in draw(logits, slots, everyone, CPU).result().tokens]
 
 
 def logits(rows: int, seed: int = 0) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_reported_log_probabilities_are_of_the_raw_distribution() -> None:
     sampling = Sampling(
         temperature=3.0, top_k=2, logprobs=3, bias_ids=int32s([17]), bias_values=float32s([100])
     )
-    drawn = draw(rows, slots_with(([1], 1, sampling)), np.zeros(1, dtype=np.int32), CPU)
+    drawn = draw(rows, slots_with(([1], 1, sampling)), np.zeros(1, dtype=np.int32), CPU).result()
     assert drawn.tokens.tolist() == [17]
     wanted = torch.log_softmax(rows[0], dim=-1)
     assert drawn.logprobs is not None
@@ -153,7 +153,7 @@ def test_reported_log_probabilities_are_of_the_raw_distribution() -> None:
 def test_more_best_tokens_than_the_vocabulary_has_are_all_of_them() -> None:
     rows = logits(1)
     sampling = Sampling(temperature=0.0, logprobs=10_000)
-    drawn = draw(rows, slots_with(([1], 1, sampling)), np.zeros(1, dtype=np.int32), CPU)
+    drawn = draw(rows, slots_with(([1], 1, sampling)), np.zeros(1, dtype=np.int32), CPU).result()
     assert drawn.logprobs is not None
     assert drawn.logprobs.top_counts.tolist() == [VOCAB]
 
