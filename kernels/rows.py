@@ -25,3 +25,22 @@ class AttentionRows:
     context_lens: Tensor  # [num_rows]
     block_indices: Tensor  # [sum of table lengths]
     block_begins: Tensor  # [num_rows + 1]
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """What a model changes about plain causal attention."""
+
+    window: int | None = None  # tokens that a query sees, itself included; None: all up to its own
+    soft_cap: float | None = None  # scores become cap * tanh(score / cap)
+
+
+PLAIN = AttentionForm()
+
+
+@dataclass(frozen=True)
+class KvScales:
+    """One factor per KV head of an fp8 cache: an entry stands for its value times the factor."""
+
+    keys: Tensor  # [num_kv_heads], float32
+    values: Tensor  # [num_kv_heads], float32

@@ -11,6 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 # Several torch processes share the cores here: their threads must sleep while they wait.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Triton reads it once, when something imports it (transformers does): its kernels run interpreted.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.kernels.reference.kv_write import quantized
+from octavo.kernels.reference.rotary import rotary
+from octavo.kernels.rows import KvScales
+
 
 @dataclass(frozen=True)
 class PreparedSlots:
@@ -28,10 +32,34 @@ def prepare_kv_write(kv_slots: Tensor, key_cache: Tensor) -> PreparedSlots:
 
 
 def kv_write(
-    keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: PreparedSlots
+    keys: Tensor,
+    values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    kv_slots: PreparedSlots,
+    scales: KvScales | None = None,
 ) -> None:
     """The same as the reference's, for slots that `prepare_kv_write` has worked out."""
+    if scales is not None:
+        keys = quantized(keys, scales.keys, key_cache.dtype)
+        values = quantized(values, scales.values, value_cache.dtype)
     for new, cache in ((keys, key_cache), (values, value_cache)):
         head_dim = cache.shape[3]
-        kept = new if slots.tokens is None else new[slots.tokens]
-        cache.view(-1, head_dim)[slots.places] = kept.reshape(-1, head_dim).to(cache.dtype)
+        kept = new if kv_slots.tokens is None else new[kv_slots.tokens]
+        cache.view(-1, head_dim)[kv_slots.places] = kept.reshape(-1, head_dim).to(cache.dtype)
+
+
+def rotary_kv_write(
+    heads: Tensor,
+    rotations: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    kv_slots: PreparedSlots,
+    scales: KvScales | None = None,
+) -> Tensor:
+    """The same as the reference's, for slots that `prepare_kv_write` has worked out."""
+    num_kv_heads = key_cache.shape[1]
+    rotated = rotary(heads[:, :-num_kv_heads], rotations)
+    values = heads[:, -num_kv_heads:]
+    kv_write(rotated[:, -num_kv_heads:], values, key_cache, value_cache, kv_slots, scales)
+    return rotated[:, :-num_kv_heads]

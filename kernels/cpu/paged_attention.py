@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.kernels.rows import AttentionRows
+from octavo.kernels.reference import paged_attention as reference
+from octavo.kernels.rows import PLAIN, AttentionForm, AttentionRows, KvScales
 
 GROUP_BYTES = 6 << 20  # of keys and values that one group of decodes gathers, padding included
 QUERY_TILE = 256  # queries of a chunk that attend at once
@@ -58,6 +59,7 @@ class Chunk:
 class PreparedRows:
     """All rows of a forward, arranged once for all layers."""
 
+    rows: AttentionRows
     decodes: list[DecodeGroup]
     chunks: list[Chunk]
 
@@ -68,6 +70,7 @@ def prepare_attention(rows: AttentionRows, key_cache: Tensor) -> PreparedRows:
     counts = np.diff(begins)
     arrange = _Arranger(begins.astype(np.int64), (contexts + counts).astype(np.int64), rows, key_cache)
     return PreparedRows(
+        rows,
         decodes=arrange.decode_groups(np.flatnonzero(counts == 1)),
         chunks=[arrange.chunk(int(row)) for row in np.flatnonzero(counts > 1)],
     )
@@ -146,9 +149,17 @@ class _Arranger:
 
 
 def paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, rows: PreparedRows, scale: float
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    rows: PreparedRows,
+    scale: float,
+    form: AttentionForm = PLAIN,
+    scales: KvScales | None = None,
 ) -> Tensor:
     """The same as the reference's, for rows that `prepare_attention` has arranged."""
+    if form != PLAIN or scales is not None:  # no CPU serves such a model or cache yet
+        return reference.paged_attention(query, key_cache, value_cache, rows.rows, scale, form, scales)
     output = torch.zeros_like(query)
     for group in rows.decodes:
         _attend_decodes(query, key_cache, value_cache, group, scale, output)

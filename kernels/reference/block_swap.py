@@ -2,7 +2,27 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+
+
+def block_gather(pools: Sequence[Tensor], blocks: Tensor) -> Tensor:
+    """Copies blocks of all pools next to one another.
+
+    Args:
+        pools: alike, each ``[num_blocks, ...]``: keys and values of all layers.
+        blocks: ``[n]`` block ids.
+
+    Returns:
+        ``[n, num_pools, ...]``, contiguous.
+    """
+    return torch.stack([pool[blocks.long()] for pool in pools], dim=1)
+
+
+def block_scatter(staging: Tensor, pools: Sequence[Tensor], blocks: Tensor) -> None:
+    """Copies what `block_gather` made into blocks of all pools; no block occurs twice."""
+    for index, pool in enumerate(pools):
+        pool[blocks.long()] = staging[:, index]
 
 
 def block_swap(

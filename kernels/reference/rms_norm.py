@@ -16,3 +16,11 @@ def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
     return weight * normed.to(hidden.dtype)
+
+
+def add_rms_norm(
+    hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """Adds, then normalises: the normalised sum and the sum, both ``[num_tokens, hidden_size]``."""
+    total = hidden + residual
+    return rms_norm(total, weight, epsilon), total

@@ -6,8 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.kernels.rows import AttentionRows
+from octavo.kernels.rows import PLAIN, AttentionForm, AttentionRows
 
+FORMS = [
+    AttentionForm(window=1),
+    AttentionForm(window=20),
+    AttentionForm(soft_cap=2.5),
+    AttentionForm(window=33, soft_cap=0.5),
+]
 # (context, queries) of each row around the borders of blocks of 4: 0, 1, B-1, B, B+1 and many.
 ROW_MIXES = {
     "decodes": [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (40, 1), (41, 1)],
@@ -72,7 +78,7 @@ def begins(counts: list[int]) -> Tensor:
     return torch.tensor([0, *np.cumsum(counts)])
 
 
-def plain_attention(case: AttentionCase, scale: float) -> Tensor:
+def plain_attention(case: AttentionCase, scale: float, form: AttentionForm = PLAIN) -> Tensor:
     """The softmax formula, one query and one head at a time, in numpy and float64."""
     output = np.zeros(case.query.shape)
     query = case.query.double().numpy()
@@ -81,11 +87,14 @@ def plain_attention(case: AttentionCase, scale: float) -> Tensor:
     for row, context in enumerate(case.rows.context_lens.tolist()):
         keys, values = case.keys[row].double().numpy(), case.values[row].double().numpy()
         for index in range(first_queries[row], first_queries[row + 1]):
-            seen = context + index - first_queries[row] + 1
+            end = context + index - first_queries[row] + 1
+            seen = slice(0 if form.window is None else max(0, end - form.window), end)
             for head in range(query.shape[1]):
-                scores = keys[:seen, head // group] @ query[index, head] * scale
+                scores = keys[seen, head // group] @ query[index, head] * scale
+                if form.soft_cap is not None:
+                    scores = np.tanh(scores / form.soft_cap) * form.soft_cap
                 weights = np.exp(scores - scores.max())
-                output[index, head] = weights / weights.sum() @ values[:seen, head // group]
+                output[index, head] = weights / weights.sum() @ values[seen, head // group]
     return torch.from_numpy(output)
 
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from kernel_inputs import (
+    FORMS,
     HEADS,
     ROW_MIXES,
     AttentionCase,
@@ -9,6 +10,8 @@ from kernel_inputs import (
     relative_error,
 )
 
+from octavo.kernels.reference.kv_write import quantized
+from octavo.kernels.rows import AttentionForm, KvScales
 from octavo.kernels.table import CPU, REFERENCE, Kernels
 
 SCALE = 0.3
@@ -55,3 +58,28 @@ def test_cpu_tiles_of_a_chunk_agree_with_one(monkeypatch: pytest.MonkeyPatch) ->
     whole = attend(CPU, case)
     monkeypatch.setattr(cpu, "QUERY_TILE", 3)
     assert relative_error(attend(CPU, case), whole) < 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=["reference", "cpu"])
+def test_windows_and_soft_caps(kernels: Kernels, form: AttentionForm) -> None:
+    case = attention_case(ROW_MIXES["mixed"], (6, 2))
+    rows = kernels.prepare_attention(case.rows, case.key_cache)
+    caches = case.key_cache, case.value_cache
+    found = kernels.paged_attention(case.query, *caches, rows, SCALE, form)
+    assert relative_error(found, plain_attention(case, SCALE, form)) < 1e-12
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=["reference", "cpu"])
+def test_fp8_entries_stand_for_their_value_times_the_scale(kernels: Kernels) -> None:
+    scales = KvScales(torch.tensor([0.05, 0.5]), torch.tensor([0.5, 0.01]))
+    case = attention_case(ROW_MIXES["mixed"], (6, 2))
+    stored = []
+    for cache, factors in ((case.key_cache, scales.keys), (case.value_cache, scales.values)):
+        heads = quantized(cache.transpose(1, 2).flatten(0, 1), factors, torch.float8_e4m3fn)
+        restored = heads.double() * factors.double()[:, None]
+        stored.append(heads.view(-1, 4, 2, 8).transpose(1, 2))
+        cache.copy_(restored.view(-1, 4, 2, 8).transpose(1, 2))
+    rows = kernels.prepare_attention(case.rows, case.key_cache)
+    found = kernels.paged_attention(case.query, *stored, rows, SCALE, scales=scales)
+    assert relative_error(found, attend(REFERENCE, case)) < 1e-12
