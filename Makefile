@@ -7,13 +7,14 @@ INSTALLED := .venv/installed-$(shell (cat pyproject.toml; find $(FOLDERS) -name 
 DEPENDENCIES := .venv/dependencies-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: help setup demo test verify soak lint format proto proto-check clean
+.PHONY: help setup demo test verify soak kernels-check lint format proto proto-check clean
 
 help:
 	@echo "make demo    a real model answers through three processes"
 	@echo "make test    the tests (at most 15 minutes on two cores)"
 	@echo "make verify  the full matrices (at most 90 minutes; resumes where it stopped)"
 	@echo "make soak    long random runs"
+	@echo "make kernels-check  compiles the Triton kernels for sm_80, sm_90 and gfx942"
 	@echo "make lint    formatting, linting, types, generated stubs"
 	@echo "make setup   only the virtual environment"
 
@@ -44,6 +45,10 @@ verify: setup lint
 
 soak: setup
 	OCTAVO_EXAMPLES=20000 $(BIN)/python -m pytest tests/controlplane --timeout 3600 -k random
+
+# Every Triton kernel, compiled for GPUs that need not be here: registers, spills, shared memory.
+kernels-check: setup
+	$(BIN)/python -m octavo.kernels.check
 
 lint: setup proto-check
 	$(BIN)/ruff format --check .

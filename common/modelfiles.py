@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octavo.common.gguf_file import GgufFile
 from octavo.proto.session import ModelInfo
 from octavo.proto.wire import int32s
 
@@ -175,19 +176,17 @@ _GGUF_CONFIG = {
 
 
 @functools.lru_cache(maxsize=2)
-def gguf_reader(path: Path) -> Any:
-    """The `gguf.GGUFReader` of a file: its tensors are memory-mapped. Raises ModelError."""
-    import gguf
-
+def gguf_reader(path: Path) -> GgufFile:
+    """A GGUF file whose tensors are memory-mapped. Raises ModelError."""
     try:
-        return gguf.GGUFReader(path)
-    except Exception as error:  # malformed files raise anything
+        return GgufFile(path)
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
 
 
 def _open_gguf(path: Path, name: str) -> ModelFiles:
-    reader = gguf_reader(path)
-    values = {key: value.contents() for key, value in reader.fields.items()}
+    file = gguf_reader(path)
+    values = file.values
     family = values.get("general.architecture")
     if family is None:
         raise ModelError(f"{path}: `general.architecture` is missing")
@@ -196,7 +195,7 @@ def _open_gguf(path: Path, name: str) -> ModelFiles:
         if f"{family}.{key}" in values:
             config[hugging_face_name] = values[f"{family}.{key}"]
     config["vocab_size"] = len(values.get("tokenizer.ggml.tokens", ()))
-    config["tie_word_embeddings"] = all(t.name != "output.weight" for t in reader.tensors)
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
     if "max_position_embeddings" not in config or not config["vocab_size"]:
         raise ModelError(f"{path}: the context length or the tokenizer is missing")
     return ModelFiles(
@@ -205,15 +204,15 @@ def _open_gguf(path: Path, name: str) -> ModelFiles:
         format="gguf",
         config=config,
         eos_token_ids=_as_ids(values.get("tokenizer.ggml.eos_token_id")),
-        digest=_gguf_digest(path, reader),
+        digest=_gguf_digest(path, file),
         gguf=values,
     )
 
 
-def _gguf_digest(path: Path, reader: Any) -> str:
+def _gguf_digest(path: Path, file: GgufFile) -> str:
     """Covers everything before the tensors' data, which names every tensor, and the size."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as stream:
-        digest.update(stream.read(int(reader.data_offset)))
+        digest.update(stream.read(file.data_offset))
     digest.update(str(path.stat().st_size).encode())
     return digest.hexdigest()

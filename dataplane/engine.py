@@ -19,7 +19,7 @@ class EngineInfo:
     """What a worker announces of its engine."""
 
     device: str  # "cpu", "cuda:0"
-    engine: str  # "torch"
+    engine: str  # "torch", "openvino"
     block_sizes: tuple[int, ...]  # tokens; the supported sizes, empty for any
     preferred_block_size: int
     token_bytes: int  # of KV cache per token, all layers
@@ -65,6 +65,16 @@ class Engine(Protocol):
         Raises:
             EngineError: the memory is not there, or the block size is not supported.
         """
+
+    def warm_up(self, num_slots: int) -> None:
+        """Does once, before plans come, what would delay them; needs pools.
+
+        Args:
+            num_slots: no plan has more rows.
+        """
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all that it was handed."""
 
     def forward(self, batch: Batch) -> Tensor:
         """Runs the model and stores keys and values of all rows before any row reads them.

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from octavo.dataplane.engine import EngineError
+
 _CGROUP_V2 = Path("/sys/fs/cgroup")
 _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 
@@ -10,6 +12,16 @@ _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 def available_memory() -> int:
     """Bytes that can be allocated without swapping or meeting a cgroup limit."""
     return min([_system(), *_cgroups()])
+
+
+def require_memory(needed: int) -> None:
+    """Raises EngineError where KV pools of `needed` bytes cannot be had."""
+    available = available_memory()
+    if needed > available:
+        raise EngineError(
+            f"the KV pools need {needed >> 20} MiB and {available >> 20} MiB are available: "
+            "lower --num-kv-blocks, --kv-memory or --swap-memory"
+        )
 
 
 def _system() -> int:

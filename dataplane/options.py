@@ -20,11 +20,38 @@ class WorkerOptions:
         7464, "port of the worker's /health, /ready and /metrics", minimum=1, maximum=65535
     )
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    engine: str = option("auto", "what computes", choices=("auto", "torch"))
+    engine: str = option(
+        "auto",
+        "what computes; auto is OpenVINO on CPUs where it can be had, else torch",
+        choices=("auto", "torch", "openvino"),
+    )
+    kernels: str = option(
+        "auto",
+        "implementation of the torch engine's operations; triton on a CPU needs TRITON_INTERPRET=1",
+        choices=("auto", "reference", "triton"),
+    )
     dtype: str = option(
         "auto",
-        "type of weights and KV cache; auto is float32 on CPUs and bfloat16 on GPUs",
+        "type that the engine computes in; auto is float32 on CPUs and bfloat16 on GPUs",
         choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str = option(
+        "auto",
+        "weights of the OpenVINO engine: none is float32, int8 rounds in groups of 32, exact4 keeps "
+        "the 4-bit values of a GGUF file; auto is exact4 where the file has them, else none",
+        choices=("auto", "none", "int8", "exact4"),
+    )
+    kv_dtype: str = option(
+        "auto",
+        "type of the KV cache in the OpenVINO engine; auto is float32",
+        choices=("auto", "float32", "float16", "uint8"),
+    )
+    block_size: int | None = option(
+        None,
+        "tokens per KV block; by default what the engine prefers. The control plane decides; a worker "
+        "is told so that it takes an engine that supports it",
+        minimum=1,
+        maximum=256,
     )
     num_kv_blocks: int | None = option(None, "blocks of the device's KV pool", minimum=1)
     kv_memory: int | None = option(

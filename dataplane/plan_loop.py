@@ -117,6 +117,7 @@ class PlanLoop:
         if shape != self._pool_shape:
             self._pool_shape = None
             self._engine.make_pools(*shape)
+            self._engine.warm_up(reset.num_slots)
             self._pool_shape = shape
         self._epoch = Epoch(reset, self._engine, self._kernels, self._register.model.vocab_size)
         self._progress.done = (reset.epoch, 0)

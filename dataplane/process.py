@@ -1,19 +1,19 @@
 """What a worker process does: loads a model, joins the control plane, runs plans."""
 
+import dataclasses
 import logging
-import os
 import secrets
-import time
 from dataclasses import dataclass
 
 import torch
 import zmq
 
-from octavo.common.modelfiles import ModelError, ModelFiles, open_model
+from octavo.common.modelfiles import ModelError, ModelFiles, gguf_reader, open_model
 from octavo.common.options import OptionError
 from octavo.common.probes import ProbeServer
 from octavo.dataplane.engine import Engine, EngineError
-from octavo.dataplane.engines.torch_engine import TorchEngine
+from octavo.dataplane.engines.choice import choose_kernels
+from octavo.dataplane.engines.choice import load_engine as load_engine
 from octavo.dataplane.heartbeat import Heartbeat, Progress
 from octavo.dataplane.links import connect, thread_pair
 from octavo.dataplane.memory import available_memory
@@ -22,7 +22,6 @@ from octavo.dataplane.options import WorkerOptions
 from octavo.dataplane.plan_loop import PlanLoop, RefusedByControlPlane
 from octavo.dataplane.profiling import measure
 from octavo.dataplane.stopping import StopSignal
-from octavo.kernels.table import kernels_for
 from octavo.proto.session import Register, control_identity, data_identity
 from octavo.proto.wire import int32s
 
@@ -61,8 +60,7 @@ def _serve_probes(options: WorkerOptions, progress: Progress, metrics: WorkerMet
 
 
 def _work(options: WorkerOptions, stop: StopSignal, progress: Progress, metrics: WorkerMetrics) -> None:
-    files = open_model(options.model, options.served_model_name)
-    engine = load_engine(files, options)
+    files, engine = _load(options)
     if stop.requested:
         return
     register = describe(files, engine, options)
@@ -74,7 +72,7 @@ def _work(options: WorkerOptions, stop: StopSignal, progress: Progress, metrics:
     )
     heart, main_end = thread_pair(context)
     heartbeat = Heartbeat(control, main_end, register, progress, place)
-    kernels = kernels_for(engine.describe().device.split(":")[0])
+    kernels = choose_kernels(options.kernels, engine.describe().device)
     heartbeat.start()
     try:
         PlanLoop(data, heart, register, engine, kernels, progress, metrics).run(stop)
@@ -84,41 +82,6 @@ def _work(options: WorkerOptions, stop: StopSignal, progress: Progress, metrics:
             context.destroy(linger=1000)
 
 
-def load_engine(files: ModelFiles, options: WorkerOptions) -> Engine:
-    """The engine that the options ask for, with its weights. Raises ModelError and EngineError."""
-    device = choose_device(options.device)
-    dtype = options.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    torch.set_num_threads(options.threads or _cpus())
-    begin = time.perf_counter()
-    engine = TorchEngine(files, device, dtype)
-    log.info(
-        "loaded %s in %s for the torch engine on %s in %.1f s",
-        files.name,
-        dtype,
-        device,
-        time.perf_counter() - begin,
-    )
-    return engine
-
-
-def _cpus() -> int:
-    """CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def choose_device(wanted: str) -> str:
-    """``cpu`` or ``cuda:0``. Raises EngineError when the wanted one is not there."""
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise EngineError("--device cuda: torch finds no GPU here; use --device cpu")
-    return "cuda:0" if wanted == "cuda" else wanted
-
-
 @dataclass(frozen=True)
 class PoolRoom:
     """How large the pools may be: bytes where the count of blocks is not given."""
@@ -126,6 +89,14 @@ class PoolRoom:
     kv_bytes: int
     swap_bytes: int
     swap_blocks: int | None
+
+
+def _load(options: WorkerOptions) -> tuple[ModelFiles, Engine]:
+    """The engine, and the model without the vocabulary that a GGUF file brings."""
+    files = open_model(options.model, options.served_model_name)
+    engine = load_engine(files, options)
+    gguf_reader.cache_clear()
+    return dataclasses.replace(files, gguf={}), engine
 
 
 def describe(files: ModelFiles, engine: Engine, options: WorkerOptions) -> Register:

@@ -17,16 +17,17 @@ def measure(engine: Engine) -> tuple[float, float]:
     size = info.preferred_block_size
     num_blocks = -(-_TOKENS // size)
     engine.make_pools(num_blocks, size, num_blocks)
-    prefill = _seconds(lambda: engine.logits(engine.forward(_prompt(num_blocks))))
+    prefill = _seconds(engine, lambda: engine.logits(engine.forward(_prompt(num_blocks))))
     ids = np.arange(num_blocks, dtype=np.int32)
-    swap = _seconds(lambda: engine.swap_out(np.repeat(ids, 2)))
+    swap = _seconds(engine, lambda: engine.swap_out(np.repeat(ids, 2)))
     return _TOKENS / prefill, num_blocks * size * info.token_bytes / swap
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _seconds(engine: Engine, call: Callable[[], object]) -> float:
     for _ in range(_REPEATS):
         begin = time.perf_counter()
         call()
+        engine.synchronize()
         seconds = time.perf_counter() - begin
     return max(seconds, 1e-9)
 

@@ -193,7 +193,7 @@ def score(logits: Tensor, tokens: Tensor, k: int, kernels: Kernels) -> list[Tens
     Returns:
         ``[n]`` log-probabilities, ``[n, k]`` ids (int32) and ``[n, k]`` log-probabilities.
     """
-    normalizer = ops.log_normalizer(logits)[:, None]
+    normalizer = kernels.log_normalizer(logits)[:, None]
     ids = kernels.top_ids(logits, k)
     own = (logits.gather(1, tokens.long()[:, None]) - normalizer).squeeze(1)
     return [own, ids.to(torch.int32), logits.gather(1, ids) - normalizer]

@@ -1,19 +1,23 @@
 """The torch engine: the reference on CPUs, and what runs on GPUs."""
 
 import logging
+import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from octavo.common.modelfiles import ModelFiles
 from octavo.dataplane.engine import Batch, EngineError, EngineInfo, Ints
+from octavo.dataplane.engines.decode_graphs import DecodeGraphs, Inputs, rehearsals
+from octavo.dataplane.engines.swap_lane import SwapLane
 from octavo.dataplane.loading.weights import open_weights
-from octavo.dataplane.memory import available_memory
+from octavo.dataplane.memory import require_memory
 from octavo.dataplane.models.layers import ForwardState, Linear
 from octavo.dataplane.models.registry import family_of
 from octavo.kernels.rows import AttentionRows
-from octavo.kernels.table import kernels_for
+from octavo.kernels.table import Kernels, kernels_for
 
 log = logging.getLogger(__name__)
 
@@ -35,20 +39,28 @@ class Pools:
 class TorchEngine:
     """Implements `octavo.dataplane.engine.Engine`."""
 
-    def __init__(self, files: ModelFiles, device: str, dtype: str) -> None:
-        """Loads the weights. Raises ModelError."""
+    def __init__(
+        self, files: ModelFiles, device: str, dtype: str, kernels: Kernels | None = None
+    ) -> None:
+        """Loads the weights; without `kernels` the device's own are taken. Raises ModelError."""
         self._device, self._dtype = torch.device(device), DTYPES[dtype]
-        self._kernels = kernels_for(self._device.type)
+        self._kernels = kernels or kernels_for(self._device.type)
         define = family_of(files)
         self._model = define(files, open_weights(files, self._dtype), self._kernels).to(self._device)
         for module in self._model.modules():
             if isinstance(module, Linear):
                 module.prepare()
-        self._pools = self._swap = Pools([], [])
+        self._pools = Pools([], [])
+        self._swap: SwapLane | None = None
+        self._graphs: DecodeGraphs | None = None
 
     @property
     def overlaps(self) -> bool:
         return self._device.type != "cpu"
+
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def describe(self) -> EngineInfo:
         config = self._model.config
@@ -65,56 +77,79 @@ class TorchEngine:
         )
 
     def make_pools(self, num_blocks: int, block_size: int, num_cpu_blocks: int) -> None:
-        self._pools = self._swap = Pools([], [])  # the old ones go before the new ones come
+        self.synchronize()
+        self._graphs = self._swap = None
+        self._pools = Pools([], [])  # the old ones go before the new ones come
         token_bytes = self.describe().token_bytes
         on_cpu = num_cpu_blocks + (num_blocks if self._device.type == "cpu" else 0)
-        _check_memory(on_cpu * block_size * token_bytes)
+        require_memory(on_cpu * block_size * token_bytes)
         try:
-            self._pools = self._make(num_blocks, block_size, self._device)
-            self._swap = self._make(num_cpu_blocks, block_size, torch.device("cpu"))
+            self._pools = self._make(num_blocks, block_size)
+            self._swap = SwapLane(self._pools.all(), num_cpu_blocks, self._kernels)
         except RuntimeError as error:  # torch's out of memory, on either device
             raise EngineError(
                 f"no memory for {num_blocks} device and {num_cpu_blocks} swap blocks of {block_size} "
                 "tokens: lower --num-kv-blocks, --kv-memory or --swap-memory"
             ) from error
 
-    def _make(self, num_blocks: int, block_size: int, device: torch.device) -> Pools:
+    def _make(self, num_blocks: int, block_size: int) -> Pools:
         config = self._model.config
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        # Not zeroed: the system commits memory as blocks are first written. What is there before is
+        # never part of a result, since attention masks what it loads.
+        empty = partial(torch.empty, shape, dtype=self._dtype, device=self._device)
+        keys, values = ([empty() for _ in range(config.num_layers)] for _ in range(2))
+        return Pools(keys, values)
 
-        def one() -> list[Tensor]:
-            # Not zeroed: the system commits memory as blocks are first written. What is there before
-            # is never part of a result, since attention masks what it loads.
-            return [
-                torch.empty(shape, dtype=self._dtype, device=device) for _ in range(config.num_layers)
-            ]
+    @torch.inference_mode()
+    def warm_up(self, num_slots: int) -> None:
+        if self._device.type != "cuda":
+            return
+        begin, block_size = time.perf_counter(), self._pools.keys[0].shape[2]
+        for batch in rehearsals(block_size, min(1024, self._model.config.max_positions - 8)):
+            self.logits(self.forward(batch))
+        self._graphs = DecodeGraphs(self._compute, self._device, block_size, num_slots)
+        self.synchronize()
+        log.info("warmed up and captured decode steps in %.1f s", time.perf_counter() - begin)
 
-        return Pools(one(), one())
+    def drop_graphs(self) -> None:
+        """From now on every forward is launched kernel by kernel."""
+        self._graphs = None
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        model, key_cache = self._model, self._pools.keys[0]
+        hidden = self._graphs.run(batch) if self._graphs is not None else None
+        return self._compute(self._inputs(batch)) if hidden is None else hidden
+
+    def _inputs(self, batch: Batch) -> Inputs:
+        token_ids = self._tensor(batch.token_ids)
+        if batch.late_tokens is not None and batch.late_values is not None:
+            token_ids[self._tensor(batch.late_tokens)] = batch.late_values
         rows = AttentionRows(
             query_begins=self._tensor(batch.query_begins),
             context_lens=self._tensor(batch.context_lens),
             block_indices=self._tensor(batch.block_indices),
             block_begins=self._tensor(batch.block_begins),
         )
+        return Inputs(
+            token_ids=token_ids,
+            positions=self._tensor(batch.positions),
+            kv_slots=self._tensor(batch.kv_slots),
+            logit_tokens=self._tensor(batch.logit_tokens),
+            rows=rows,
+        )
+
+    def _compute(self, inputs: Inputs) -> Tensor:
+        model, key_cache = self._model, self._pools.keys[0]
         state = ForwardState(
-            rotations=model.rotations[self._tensor(batch.positions)].to(self._dtype),
-            rows=self._kernels.prepare_attention(rows, key_cache),
-            kv_slots=self._kernels.prepare_kv_write(self._tensor(batch.kv_slots), key_cache),
+            rotations=model.rotations[inputs.positions].to(self._dtype),
+            rows=self._kernels.prepare_attention(inputs.rows, key_cache),
+            kv_slots=self._kernels.prepare_kv_write(inputs.kv_slots, key_cache),
             key_caches=self._pools.keys,
             value_caches=self._pools.values,
         )
-        hidden: Tensor = model(self._token_ids(batch), state, self._tensor(batch.logit_tokens))
+        hidden: Tensor = model(inputs.token_ids, state, inputs.logit_tokens)
         return hidden
-
-    def _token_ids(self, batch: Batch) -> Tensor:
-        ids = self._tensor(batch.token_ids)
-        if batch.late_tokens is not None and batch.late_values is not None:
-            ids[self._tensor(batch.late_tokens)] = batch.late_values
-        return ids
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -128,24 +163,13 @@ class TorchEngine:
 
     @torch.inference_mode()
     def swap_out(self, pairs: Ints) -> None:
-        self._move(self._pools, self._swap, pairs)
+        assert self._swap is not None, "there are no pools yet"
+        self._swap.swap_out(pairs)
 
     @torch.inference_mode()
     def swap_in(self, pairs: Ints) -> None:
-        self._move(self._swap, self._pools, pairs)
-
-    def _move(self, source: Pools, destination: Pools, pairs: Ints) -> None:
-        ids = self._tensor(pairs)
-        self._kernels.block_swap(source.all(), destination.all(), ids[0::2], ids[1::2])
+        assert self._swap is not None, "there are no pools yet"
+        self._swap.swap_in(pairs)
 
     def _tensor(self, values: Ints) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-
-def _check_memory(needed: int) -> None:
-    available = available_memory()
-    if needed > available:
-        raise EngineError(
-            f"the KV pools need {needed >> 20} MiB and {available >> 20} MiB are available: "
-            "lower --num-kv-blocks, --kv-memory or --swap-memory"
-        )

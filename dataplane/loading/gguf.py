@@ -1,42 +1,64 @@
-"""Weights from a GGUF file: dequantised tensor by tensor, straight into the compute dtype."""
+"""Weights from a GGUF file: dequantised tensor by tensor, or in the file's own small integers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from octavo.common.gguf_file import GgufError, GgufTensor
 from octavo.common.modelfiles import ModelError, ModelFiles, gguf_reader
+from octavo.dataplane.loading.grouped import GROUP, Floats, GroupedMatrix, pack_nibbles
 from octavo.dataplane.loading.weights import check_shape
 
 # Architectures whose files hold the rows of Q and K in the order of an interleaved rotary embedding.
 _INTERLEAVED = {"llama"}
 
+Bytes = npt.NDArray[np.uint8]
+
 
 class GgufWeights:
     """The tensors of one GGUF file."""
 
-    def __init__(self, files: ModelFiles, dtype: torch.dtype) -> None:
-        self._path, self._dtype = files.path, dtype
+    def __init__(self, files: ModelFiles, dtype: torch.dtype, keep_integers: bool = False) -> None:
+        """
+        Args:
+            keep_integers: matrices that the file has as Q4_0, Q4_1 or Q8_0 come as they are.
+        """
+        self._path, self._dtype, self._keep_integers = files.path, dtype, keep_integers
         self._config = files.config
-        self._tensors = {tensor.name: tensor for tensor in gguf_reader(files.path).tensors}
+        self._file = gguf_reader(files.path)
         self._names = _name_map(files)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        own_name = self._own_name(name)
-        place = f"{self._path}: tensor {own_name}"
-        stored = self._tensors.get(own_name)
-        if stored is None:
-            raise ModelError(f"{place} ({name}) is missing")
-        check_shape(place, tuple(int(size) for size in reversed(stored.shape)), shape)
-        values = self._dequantize(place, stored).reshape(shape)
+        stored = self._find(name, shape)
+        values = self._dequantize(stored).reshape(shape)
         heads = self._interleaved_heads(name)
         if heads is not None:
-            values = _by_halves(values, heads)
+            values = values[_by_halves(shape[0], heads)]
         return torch.tensor(values, dtype=self._dtype)
+
+    def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor | GroupedMatrix:
+        stored = self._find(name, shape)
+        parse = _GROUPED.get(stored.kind)
+        if not self._keep_integers or parse is None:
+            return self.take(name, shape)
+        matrix = parse(self._raw(stored).reshape(shape[0], shape[1] // GROUP, -1))
+        heads = self._interleaved_heads(name)
+        return matrix if heads is None else matrix.rows(_by_halves(shape[0], heads))
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
+        own_name = self._own_name(name)
+        stored = self._file.tensors.get(own_name)
+        if stored is None:
+            raise ModelError(f"{self._path}: tensor {own_name} ({name}) is missing")
+        check_shape(f"{self._path}: tensor {own_name}", stored.shape, shape)
+        return stored
 
     def _own_name(self, name: str) -> str:
         """``blk.0.attn_q.weight`` for ``model.layers.0.self_attn.q_proj.weight``."""
@@ -45,12 +67,30 @@ class GgufWeights:
             raise ModelError(f"{self._path}: GGUF has no name for the tensor {name}")
         return str(own_name)
 
-    def _dequantize(self, place: str, stored: Any) -> npt.NDArray[np.float32]:
+    def _raw(self, stored: GgufTensor) -> Bytes:
+        """The bytes of a tensor, row by row: ``[..., bytes of a row]``."""
+        place = f"{self._path}: tensor {stored.name}"
         try:
-            values: npt.NDArray[np.float32] = dequantize(stored.data, stored.tensor_type)
+            values, size = GGML_QUANT_SIZES[GGMLQuantizationType(stored.kind)]
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{place} is of type {stored.kind}, which is not known") from error
+        *outer, inner = stored.shape
+        if inner % values:
+            raise ModelError(f"{place} has rows of {inner} values, which are stored {values} together")
+        rows = (*outer, inner // values * size)
+        try:
+            data = self._file.data(stored, int(np.prod(rows)))
+        except GgufError as error:
+            raise ModelError(f"{self._path}: {error}") from error
+        return np.frombuffer(data, np.uint8).reshape(rows)
+
+    def _dequantize(self, stored: GgufTensor) -> Floats:
+        raw, kind = self._raw(stored), GGMLQuantizationType(stored.kind)
+        try:
+            values: Floats = dequantize(raw, kind)
         except NotImplementedError as error:
-            kind = stored.tensor_type.name
-            raise ModelError(f"{place} is quantised as {kind}, which is not supported") from error
+            place = f"{self._path}: tensor {stored.name}"
+            raise ModelError(f"{place} is quantised as {kind.name}, which is not supported") from error
         return values
 
     def _interleaved_heads(self, name: str) -> int | None:
@@ -64,6 +104,14 @@ class GgufWeights:
         return None
 
 
+def has_4_bit_weights(files: ModelFiles) -> bool:
+    """Whether there are tensors whose 4-bit integers can be kept."""
+    if files.format != "gguf":
+        return False
+    kinds = {tensor.kind for tensor in gguf_reader(files.path).tensors.values()}
+    return not kinds.isdisjoint((GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1))
+
+
 def _name_map(files: ModelFiles) -> Any:
     family = files.config["model_type"]
     for architecture, name in gguf.MODEL_ARCH_NAMES.items():
@@ -72,7 +120,51 @@ def _name_map(files: ModelFiles) -> Any:
     raise ModelError(f"{files.path}: the architecture {family} is not known")
 
 
-def _by_halves(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """From pairs side by side, (0, 1), (2, 3) ..., to pairs a half head apart, (0, d/2), ..."""
-    paired = values.reshape(heads, values.shape[0] // heads // 2, 2, -1)
-    return paired.swapaxes(1, 2).reshape(values.shape)
+def _by_halves(rows: int, heads: int) -> npt.NDArray[np.int64]:
+    """The order of rows that turns pairs side by side, (0, 1), (2, 3) ..., into pairs a half head
+    apart, (0, d/2), (1, d/2 + 1) ..."""
+    order = np.arange(rows).reshape(heads, -1, 2)
+    return order.swapaxes(1, 2).reshape(-1)
+
+
+# -- blocks of 32 values: one or two float16, then the integers -------------------------------------
+
+
+def _q4_0(blocks: Bytes) -> GroupedMatrix:
+    scales, integers = _halves(blocks, 0), _nibbles(blocks[..., 2:])
+    return GroupedMatrix(4, integers, scales, np.full_like(scales, 8))
+
+
+def _q4_1(blocks: Bytes) -> GroupedMatrix:
+    """integer * scale + minimum = (integer - zero) * scale, with a zero that is no integer.
+
+    A scale of 0 leaves the minimum alone, which then becomes the scale of integer 0 less zero -1.
+    """
+    scales, minima, integers = _halves(blocks, 0), _halves(blocks, 2), _nibbles(blocks[..., 4:])
+    flat = scales == 0
+    integers = np.where(flat[..., None], np.uint8(0), integers)
+    zeros = np.where(flat, np.float32(-1), -minima / np.where(flat, np.float32(1), scales))
+    return GroupedMatrix(4, integers, np.where(flat, minima, scales), zeros)
+
+
+def _q8_0(blocks: Bytes) -> GroupedMatrix:
+    integers = np.ascontiguousarray(blocks[..., 2:]).view(np.int8)
+    return GroupedMatrix(8, integers, _halves(blocks, 0), None)
+
+
+def _halves(blocks: Bytes, offset: int) -> Floats:
+    """The float16 at a byte of each block."""
+    two_bytes = np.ascontiguousarray(blocks[..., offset : offset + 2])
+    return two_bytes.view("<f2")[..., 0].astype(np.float32)
+
+
+def _nibbles(stored: Bytes) -> Bytes:
+    """From a file's order, where byte i holds the values i and i + 16, to neighbours in a byte."""
+    return pack_nibbles(np.concatenate((stored & np.uint8(15), stored >> np.uint8(4)), axis=-1))
+
+
+_GROUPED: dict[int, Callable[[Bytes], GroupedMatrix]] = {
+    GGMLQuantizationType.Q4_0: _q4_0,
+    GGMLQuantizationType.Q4_1: _q4_1,
+    GGMLQuantizationType.Q8_0: _q8_0,
+}

@@ -37,6 +37,9 @@ class SafetensorsWeights:
         check_shape(place, tuple(stored.shape), shape)
         return stored.to(self._dtype)
 
+    def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor:
+        return self.take(name, shape)
+
     def _indexed(self) -> dict[str, Path]:
         path = self._folder / _INDEX
         if not path.exists():

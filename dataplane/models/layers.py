@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from octavo.dataplane.loading.grouped import GroupedMatrix, join
 from octavo.dataplane.loading.weights import Weights
 from octavo.kernels.table import Kernels
 
@@ -21,13 +23,28 @@ class ForwardState:
     value_caches: list[Tensor]
 
 
+Matrix = Tensor | GroupedMatrix
+
+
+class Embedding(nn.Module):
+    """The vector of each token."""
+
+    def __init__(self, weight: Matrix) -> None:
+        super().__init__()
+        self.weight: Any = _held(weight)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """``[num_tokens, hidden_size]``."""
+        return F.embedding(token_ids, self.weight)
+
+
 class Linear(nn.Module):
     """One matrix product, or several of the same input side by side."""
 
-    def __init__(self, parts: list[Tensor], biases: list[Tensor], kernels: Kernels) -> None:
+    def __init__(self, parts: list[Matrix], biases: list[Tensor], kernels: Kernels) -> None:
         super().__init__()
-        self.weight: nn.Parameter | None = _frozen(parts)
-        self.bias = _frozen(biases) if biases else None
+        self.weight: Any = _held(_joined(parts))
+        self.bias = _held(torch.cat(biases)) if biases else None
         self._prepared: Any = None
         self._kernels = kernels
 
@@ -43,14 +60,13 @@ class Linear(nn.Module):
     ) -> "Linear":
         """The layers of these names. Raises ModelError."""
         pairs = list(zip(names, out_sizes, strict=True))
-        parts = [weights.take(f"{name}.weight", (size, in_size)) for name, size in pairs]
+        parts = [weights.take_matrix(f"{name}.weight", (size, in_size)) for name, size in pairs]
         biases = [weights.take(f"{name}.bias", (size,)) for name, size in pairs] if bias else []
         return cls(parts, biases, kernels)
 
     def prepare(self) -> None:
         """Lays the weight out for the device it is on. Must be called before `forward`."""
-        assert self.weight is not None
-        self._prepared = self._kernels.prepare_linear(self.weight.data)
+        self._prepared = self._kernels.prepare_linear(self.weight)
         self.weight = None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -64,7 +80,7 @@ class RmsNorm(nn.Module):
         self, weights: Weights, name: str, size: int, epsilon: float, kernels: Kernels
     ) -> None:
         super().__init__()
-        self.weight = _frozen([weights.take(f"{name}.weight", (size,))])
+        self.weight = _held(weights.take(f"{name}.weight", (size,)))
         self._epsilon, self._kernels = epsilon, kernels
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -102,6 +118,21 @@ class GatedMlp(nn.Module):
         return down
 
 
-def _frozen(parts: list[Tensor]) -> nn.Parameter:
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return nn.Parameter(joined.contiguous(), requires_grad=False)
+def _joined(parts: list[Matrix]) -> Matrix:
+    """The matrices below one another, in float32 where they are not all stored alike."""
+    if len(parts) == 1:
+        return parts[0]
+    grouped = [part for part in parts if isinstance(part, GroupedMatrix)]
+    joined = join(grouped) if len(grouped) == len(parts) else None
+    return torch.cat([_plain(part) for part in parts]) if joined is None else joined
+
+
+def _plain(matrix: Matrix) -> Tensor:
+    return torch.from_numpy(matrix.values()) if isinstance(matrix, GroupedMatrix) else matrix
+
+
+def _held(matrix: Matrix) -> Any:
+    """As a module keeps it: tensors move with the module to its device."""
+    if isinstance(matrix, GroupedMatrix):
+        return matrix
+    return nn.Parameter(matrix.contiguous(), requires_grad=False)

@@ -4,11 +4,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from octavo.common.modelfiles import ModelError, ModelFiles
 from octavo.dataplane.loading.weights import Weights
-from octavo.dataplane.models.layers import ForwardState, GatedMlp, Linear, PagedAttention, RmsNorm
+from octavo.dataplane.models.layers import (
+    Embedding,
+    ForwardState,
+    GatedMlp,
+    Linear,
+    PagedAttention,
+    RmsNorm,
+)
 from octavo.kernels.reference.rotary import rotary_table
 from octavo.kernels.table import Kernels
 
@@ -136,23 +142,20 @@ class Llama(nn.Module):
         config = LlamaConfig.read(files)
         size, vocab_size = config.hidden_size, config.vocab_size
         self.config = config
-        self.embedding = nn.Parameter(
-            weights.take("model.embed_tokens.weight", (vocab_size, size)), requires_grad=False
-        )
+        embedding = weights.take_matrix("model.embed_tokens.weight", (vocab_size, size))
+        self.embedding = Embedding(embedding)
         self.layers = nn.ModuleList(
             LlamaLayer(config, layer, weights, kernels) for layer in range(config.num_layers)
         )
         self.norm = RmsNorm(weights, "model.norm", size, config.norm_epsilon, kernels)
-        head = (
-            self.embedding.data if config.tied else weights.take("lm_head.weight", (vocab_size, size))
-        )
+        head = embedding if config.tied else weights.take_matrix("lm_head.weight", (vocab_size, size))
         self.head = Linear([head], [], kernels)
         table = rotary_table(config.head_dim, config.max_positions, config.rope_theta)
         self.register_buffer("rotations", table, persistent=False)
 
     def forward(self, token_ids: Tensor, state: ForwardState, logit_tokens: Tensor) -> Tensor:
         """The final hidden states at `logit_tokens`: ``[num_logits, hidden_size]``."""
-        hidden = F.embedding(token_ids, self.embedding)
+        hidden = self.embedding(token_ids)
         for layer in self.layers:
             hidden = layer(hidden, state)
         normed: Tensor = self.norm(hidden[logit_tokens])

@@ -50,7 +50,7 @@ class WorkerProcess:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.probe_port = free_port()
-        settings = {"worker_probe_port": self.probe_port, "threads": 1} | options
+        settings = {"worker_probe_port": self.probe_port, "threads": 1, "engine": "torch"} | options
         self._log = folder / f"worker-{self.probe_port}.log"
         command = [sys.executable, "-c", _RUN, json.dumps(settings)]
         with self._log.open("w") as log:

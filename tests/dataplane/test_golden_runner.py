@@ -7,6 +7,8 @@ from plan_maker import PlanMaker
 from shared_files import golden
 
 from octavo.common.modelfiles import open_model
+from octavo.dataplane.engine import Engine
+from octavo.dataplane.engines.openvino.engine import OpenVinoEngine
 from octavo.dataplane.engines.torch_engine import TorchEngine
 from octavo.proto.plan import Sampling
 
@@ -18,7 +20,12 @@ def demo() -> TorchEngine:
     return TorchEngine(open_model("demo"), "cpu", "float32")
 
 
-def check(engine: TorchEngine, cases: list[dict[str, Any]], block_size: int, chunk: int) -> None:
+@pytest.fixture(scope="module")
+def exact4() -> OpenVinoEngine:
+    return OpenVinoEngine(open_model("demo"), "exact4", "float32", threads=2)
+
+
+def check(engine: Engine, cases: list[dict[str, Any]], block_size: int, chunk: int) -> None:
     """All cases at once: prompts in chunks, joining while others decode."""
     maker = PlanMaker(engine, block_size, 4096 // block_size, len(cases), 1024, vocab_size=49_152)
     sampling = Sampling(temperature=0.0, logprobs=0)
@@ -72,3 +79,22 @@ def test_all_prompts_together(demo: TorchEngine, block_size: int, chunk: int) ->
 def test_all_prompts_one_by_one(demo: TorchEngine) -> None:
     for case in golden("greedy"):
         check(demo, [case], block_size=16, chunk=16)
+
+
+def test_all_prompts_with_kept_4_bit_weights(exact4: OpenVinoEngine) -> None:
+    check(exact4, golden("greedy"), block_size=32, chunk=64)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("chunk", [13, 512])
+def test_all_prompts_with_kept_4_bit_weights_in_other_chunks(
+    exact4: OpenVinoEngine, chunk: int
+) -> None:
+    check(exact4, golden("greedy"), block_size=32, chunk=chunk)
+
+
+@pytest.mark.full
+def test_all_prompts_with_float32_weights_in_openvino() -> None:
+    engine = OpenVinoEngine(open_model("demo"), "none", "float32", threads=2)
+    check(engine, golden("greedy"), block_size=32, chunk=64)
+    check(engine, golden("greedy"), block_size=32, chunk=13)

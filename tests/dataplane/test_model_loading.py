@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from plan_maker import PlanMaker
 from safetensors.torch import load_file, save_file
+from tiny_gguf import Q8_0, write_gguf
 from tiny_llama import VOCAB, hf_greedy, prompt_of, save_tiny_llama, tiny_llama
 from transformers import LlamaForCausalLM
 
@@ -72,44 +72,6 @@ def test_computing_in_bfloat16_stays_near(model_folder: Path, hf_model: LlamaFor
 # -- GGUF -----------------------------------------------------------------------------------------
 
 
-def write_gguf(model: LlamaForCausalLM, path: Path, **changes: Any) -> Path:
-    """The model as llama.cpp's converter writes it: rows of Q and K in interleaved order."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(int(config.num_key_value_heads or 0))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_token_list([f"<{i}>" for i in range(VOCAB)])
-    writer.add_eos_token_id(2)
-    if "rope_scaling" in changes:
-        writer.add_rope_scaling_type(changes["rope_scaling"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        values = tensor.float().numpy()
-        for part, heads in (("q_proj", 4), ("k_proj", 2)):
-            if part in name:
-                halves = values.reshape(heads, 2, values.shape[0] // heads // 2, -1)
-                values = halves.swapaxes(1, 2).reshape(values.shape)
-        own_name = names.get_name(name, try_suffixes=(".weight",))
-        if own_name is None or own_name == changes.get("without"):
-            continue
-        if changes.get("quantised") and values.ndim == 2 and values.shape[1] % 32 == 0:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(own_name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(own_name, np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def test_gguf_equals_the_safetensors_it_came_from(hf_model: LlamaForCausalLM, tmp_path: Path) -> None:
     path = write_gguf(hf_model, tmp_path / "tiny.gguf")
     assert greedy(path) == hf_greedy(hf_model, PROMPT, COUNT)
@@ -118,7 +80,7 @@ def test_gguf_equals_the_safetensors_it_came_from(hf_model: LlamaForCausalLM, tm
 def test_gguf_quantised_tensors_are_near_their_originals(
     hf_model: LlamaForCausalLM, tmp_path: Path
 ) -> None:
-    path = write_gguf(hf_model, tmp_path / "tiny.gguf", quantised=True)
+    path = write_gguf(hf_model, tmp_path / "tiny.gguf", kinds={"": Q8_0})
     weights = open_weights(open_model(str(path)), torch.float32)
     for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"):
         wanted = hf_model.state_dict()[name]

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from octavo.dataplane.engine import EngineError
+from octavo.dataplane.engines.choice import choose_device
 from octavo.dataplane.engines.torch_engine import TorchEngine
 from octavo.dataplane.memory import available_memory, room_in_cgroups
 from octavo.dataplane.options import WorkerOptions
 from octavo.dataplane.plan_loop import check_reset
-from octavo.dataplane.process import choose_device, pool_room
+from octavo.dataplane.process import pool_room
 from octavo.proto.session import ModelInfo, Reset
 from octavo.proto.wire import ProtocolError
 

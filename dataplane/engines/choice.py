@@ -1,0 +1,148 @@
+"""Which engine a worker takes, and with what."""
+
+import logging
+import os
+import time
+
+import torch
+
+from octavo.common.modelfiles import ModelFiles
+from octavo.dataplane.engine import Engine, EngineError
+from octavo.dataplane.options import WorkerOptions
+from octavo.kernels.table import Kernels, KernelsError, kernels_named
+
+log = logging.getLogger(__name__)
+
+# As `octavo.dataplane.engines.openvino.adapter` has it, which can only be imported with the library.
+_OPENVINO_BLOCK_SIZE = 32
+
+
+def load_engine(files: ModelFiles, options: WorkerOptions) -> Engine:
+    """The engine that the options ask for, with its weights.
+
+    Raises:
+        ModelError: the model cannot be used.
+        EngineError: the engine cannot run here, or the options do not go together.
+    """
+    device = choose_device(options.device)
+    obstacle = obstacle_to_openvino(options, device)
+    if options.engine == "openvino" and obstacle:
+        raise EngineError(f"--engine openvino: {obstacle}")
+    begin = time.perf_counter()
+    if options.engine == "torch" or obstacle:
+        reason = "--engine torch" if options.engine == "torch" else f"not OpenVINO, since {obstacle}"
+        engine, what = _load_torch(files, options, device, reason)
+    else:
+        reason = f"--engine {options.engine}"
+        engine, what = _load_openvino(files, options)
+    seconds = time.perf_counter() - begin
+    log.info("loaded %s into the %s (%s) in %.1f s", files.name, what, reason, seconds)
+    return engine
+
+
+def obstacle_to_openvino(options: WorkerOptions, device: str) -> str | None:
+    """Why the OpenVINO engine cannot be had, if so."""
+    if device != "cpu":
+        return f"it computes on CPUs, and the device is {device}"
+    if options.dtype not in ("auto", "float32"):
+        return f"it computes in float32, which --dtype {options.dtype} does not allow"
+    if options.kernels != "auto":
+        return f"--kernels {options.kernels} names operations of the torch engine"
+    size = options.block_size
+    if size not in (None, _OPENVINO_BLOCK_SIZE):
+        return f"it takes blocks of {_OPENVINO_BLOCK_SIZE} tokens, and --block-size is {size}"
+    return _obstacle_in_library()
+
+
+def _obstacle_in_library() -> str | None:
+    try:
+        from octavo.dataplane.engines.openvino.adapter import UnusableError, require_usable
+    except ImportError as error:
+        return f"it cannot be loaded ({error}); `pip install openvino` brings it"
+    try:
+        require_usable()
+    except UnusableError as error:
+        return str(error)
+    return None
+
+
+def _load_openvino(files: ModelFiles, options: WorkerOptions) -> tuple[Engine, str]:
+    from octavo.dataplane.engines.openvino.engine import OpenVinoEngine
+
+    # What torch still does here, sampling, is little, and its threads would fight for the cores with
+    # OpenVINO's, which spin for a while after each forward: that took 0.5 ms for each torch operation.
+    torch.set_num_threads(1)
+    packing = choose_packing(files, options.quantization)
+    kv_dtype = "float32" if options.kv_dtype == "auto" else options.kv_dtype
+    threads = options.threads or available_cpus()
+    what = f"OpenVINO engine: weights {packing}, KV cache {kv_dtype}, {threads} threads"
+    return OpenVinoEngine(files, packing, kv_dtype, threads), what
+
+
+def choose_packing(files: ModelFiles, quantization: str) -> str:
+    """How the weights are held; `auto` keeps 4-bit weights that a file has and rounds nothing.
+
+    Raises:
+        EngineError: exact4 is asked of a file that has no 4-bit weights.
+    """
+    if quantization not in ("auto", "exact4"):
+        return quantization
+    if has_4_bit_weights(files):
+        return "exact4"
+    if quantization == "exact4":
+        raise EngineError(
+            f"--quantization exact4: {files.path} has no Q4_0 or Q4_1 weights to keep; "
+            "int8 works with any model"
+        )
+    return "none"
+
+
+def has_4_bit_weights(files: ModelFiles) -> bool:
+    """Whether there are 4-bit integers in the model's files that can be kept."""
+    if files.format != "gguf":
+        return False
+    from octavo.dataplane.loading import gguf
+
+    return gguf.has_4_bit_weights(files)
+
+
+def _load_torch(
+    files: ModelFiles, options: WorkerOptions, device: str, reason: str
+) -> tuple[Engine, str]:
+    from octavo.dataplane.engines.torch_engine import TorchEngine
+
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    wants = "is for the OpenVINO engine, and the torch engine is taken"
+    if options.quantization not in ("auto", "none"):
+        raise EngineError(f"--quantization {options.quantization} {wants} ({reason})")
+    if options.kv_dtype not in ("auto", dtype):
+        raise EngineError(f"--kv-dtype {options.kv_dtype} {wants} ({reason})")
+    torch.set_num_threads(options.threads or available_cpus())
+    engine = TorchEngine(files, device, dtype, choose_kernels(options.kernels, device))
+    return engine, f"torch engine: {dtype} on {device}"
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def choose_device(wanted: str) -> str:
+    """``cpu`` or ``cuda:0``. Raises EngineError when the wanted one is not there."""
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise EngineError("--device cuda: torch finds no GPU here; use --device cpu")
+    return "cuda:0" if wanted == "cuda" else wanted
+
+
+def choose_kernels(name: str, device: str) -> Kernels:
+    """The table of that name for a device. Raises EngineError where it cannot run there."""
+    try:
+        return kernels_named(name, device.split(":")[0])
+    except KernelsError as error:
+        raise EngineError(f"--kernels {name}: {error}") from error
