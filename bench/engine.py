@@ -3,7 +3,7 @@
 
 Each figure stands beside the floor that the machine sets: the larger of the step's arithmetic at the
 speed of torch's fastest fp32 matrix product and its reads at the speed of a memory copy, both measured
-in the same run.
+in the same run. The floor counts weights of four bytes, whatever the engine reads.
 
     python bench/engine.py --batches 1,4,16,32,64 --context 256 --prefill 512 --json engine.json
 """
@@ -14,12 +14,15 @@ import sys
 from dataclasses import asdict, dataclass
 
 import torch
-from measure.ceilings import Ceilings, ModelCost, measure_ceilings
+from measure.ceilings import Ceilings, ModelCost, limits_text, measure_ceilings
+from measure.engines import add_engine_options, engine_options, make_engine
 from measure.figures import number, table
 from measure.machine import describe, write_json
 from measure.stepping import Shape, Stepper
 
-from octavo.common.modelfiles import ModelError, ModelFiles, open_model
+from octavo.common.modelfiles import ModelError, ModelFiles
+from octavo.common.options import OptionError
+from octavo.dataplane.engine import Engine, EngineError
 
 _WARMUP_STEPS = 2
 
@@ -41,44 +44,48 @@ class Figure:
 
 def main() -> int:
     options = _parser().parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
     try:
-        files = open_model(options.model)
-    except ModelError as error:
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        ceilings = measure_ceilings()  # first: an engine may leave torch fewer threads
+        files, engine = make_engine(engine_options(options))
+        figures = _measure(files, engine, options, ceilings)
+    except (ModelError, EngineError, OptionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    ceilings = measure_ceilings()
-    figures = _measure(files, options, ceilings)
     print(_text(figures, ceilings))
     if options.json:
         found = {"ceilings": asdict(ceilings), "figures": [asdict(figure) for figure in figures]}
-        write_json(options.json, describe(found, {**vars(options), "threads": torch.get_num_threads()}))
+        found["engine"] = asdict(engine.describe())
+        write_json(options.json, describe(found, vars(options)))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Decode and prefill steps of the engine alone.")
-    parser.add_argument("--model", default="demo", help="as in `octavo worker` (default: demo)")
     parser.add_argument("--batches", type=_counts, default=[1, 4, 16, 32, 64], metavar="1,4,16,32,64")
     parser.add_argument(
         "--context", type=_count, default=256, help="tokens before a step (default: 256)"
     )
     parser.add_argument("--prefill", type=_count, default=512, help="tokens of a prompt (default: 512)")
     parser.add_argument("--steps", type=_count, default=12, help="measured, each (default: 12)")
-    parser.add_argument("--block-size", type=_count, default=16, help="tokens (default: 16)")
-    parser.add_argument("--threads", type=_count, help="of torch (default: its own choice)")
+    parser.add_argument("--block-size", type=_count, help="tokens (default: what the engine prefers)")
     parser.add_argument(
         "--seed", type=_count, default=1, help="of tokens and block tables (default: 1)"
     )
     parser.add_argument("--json", metavar="FILE", help="where to write all figures")
+    add_engine_options(parser)
     return parser
 
 
-def _measure(files: ModelFiles, options: argparse.Namespace, ceilings: Ceilings) -> list[Figure]:
+def _measure(
+    files: ModelFiles, engine: Engine, options: argparse.Namespace, ceilings: Ceilings
+) -> list[Figure]:
     steps = options.steps + _WARMUP_STEPS
     longest = max(options.prefill + 1, options.context + 2 + steps)
-    stepper = Stepper(files, Shape(max(options.batches), longest, options.block_size), options.seed)
+    block_size = options.block_size or engine.describe().preferred_block_size
+    shape = Shape(max(options.batches), longest, block_size)
+    stepper = Stepper(files, engine, shape, options.seed)
     cost = ModelCost.of(files.config, stepper.token_bytes)
     figures = []
     for batch in options.batches:
@@ -110,11 +117,7 @@ def _text(figures: list[Figure], ceilings: Ceilings) -> str:
         ]
         for figure in figures
     ]
-    limits = (
-        f"ceilings, {torch.get_num_threads()} threads: fp32 matrix product "
-        f"{ceilings.matmul_flops / 1e9:.0f} GFLOP/s, memory copy {ceilings.copy_bytes / 1e9:.1f} GB/s"
-    )
-    return "\n".join([table(header, rows), limits])
+    return "\n".join([table(header, rows), limits_text(ceilings)])
 
 
 def _count(text: str) -> int:

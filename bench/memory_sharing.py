@@ -20,32 +20,24 @@ import grpc
 from loadgen.lengths import Lengths, read_pairs, sample_pairs
 from measure.figures import table
 from measure.machine import describe, write_json
-from measure.processes import free_ports, running
+from measure.processes import running, stop_on_sigterm
+from measure.services import Ports, serve_command
 
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
 
-_PORTS = (
-    "grpc-port",
-    "http-port",
-    "gateway-port",
-    "worker-port",
-    "controlplane-probe-port",
-    "worker-probe-port",
-)
-
 
 def main() -> int:
     options = _parser().parse_args()
+    stop_on_sigterm()
     pairs = sample_pairs(
         read_pairs(options.lengths, options.max_total), options.requests, random.Random(options.seed)
     )
-    ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
-    arguments = [f"--{name}={port}" for name, port in ports.items()]
-    arguments += ["--no-prefix-caching", f"--block-size={options.block_size}", "--log-level=warning"]
+    ports = Ports.free()
+    arguments = ["--no-prefix-caching", f"--block-size={options.block_size}", "--log-level=warning"]
     figures = []
-    with running("serve", arguments) as service:
-        service.wait_for(ports["http-port"], "/ready", timeout=300)
+    with running("octavo serve", serve_command(arguments, ports)) as service:
+        service.wait_for(ports.http, "/ready", timeout=300)
         for kind, width in [(k, w) for k in ("samples", "beams") for w in options.widths]:
             figures.append(_measure(ports, pairs, kind, width, options))
             print(f"{kind} {width}: {figures[-1]['saved']:.1%} saved", file=sys.stderr, flush=True)
@@ -72,18 +64,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(
-    ports: dict[str, int], pairs: list[Lengths], kind: str, width: int, options: argparse.Namespace
+    ports: Ports, pairs: list[Lengths], kind: str, width: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    before = _sharing(ports["controlplane-probe-port"])
+    before = _sharing(ports.controlplane_probe)
     rng = random.Random(options.seed)
     requests = [_request(rng, pair, kind, width, options.seed) for pair in pairs]
     with (
-        grpc.insecure_channel(f"127.0.0.1:{ports['grpc-port']}") as channel,
+        grpc.insecure_channel(f"127.0.0.1:{ports.grpc}") as channel,  # type: ignore[no-untyped-call]
         ThreadPoolExecutor(options.clients) as pool,
     ):
-        stub = pb_grpc.GenerationStub(channel)
+        stub = pb_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
         list(pool.map(lambda request: stub.GenerateUnary(request, timeout=600), requests))
-    after = _sharing(ports["controlplane-probe-port"])
+    after = _sharing(ports.controlplane_probe)
     ratio, iterations = after[0] - before[0], after[1] - before[1]
     return {
         "kind": kind,

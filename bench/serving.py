@@ -15,18 +15,16 @@ from typing import Any
 import uvloop
 from loadgen import report
 from loadgen.client import Client
-from loadgen.drive import Run, closed_loop, open_loop
+from loadgen.drive import Run, closed_loop, open_loop, warm_up
 from loadgen.grpc_client import GrpcClient
 from loadgen.http_client import HttpClient
 from loadgen.idle import Idle, wait_until_idle
-from loadgen.lengths import InputError, Lengths
+from loadgen.lengths import InputError
 from loadgen.options import Options, Point, read_options
 from loadgen.progress import progress
 from loadgen.records import RequestError
-from loadgen.workload import ArrivalSpec, LengthSource, make_requests
+from loadgen.workload import make_requests
 from measure.machine import describe, write_json
-
-_WARMUP = LengthSource(synthetic=Lengths(32, 8))
 
 
 def main() -> int:
@@ -78,14 +76,8 @@ def _client(options: Options) -> Client:
 
 async def _warm_up(client: Client, options: Options) -> None:
     """Requests that are not counted. Raises RequestError when the server cannot serve them."""
-    if not options.warmup:
-        return
     seed = [options.seed, len(options.points)]
-    run = Run(make_requests(_WARMUP, ArrivalSpec(), options.warmup, options.vocab, seed))
-    await closed_loop(client, run, options.warmup, options.timeout)
-    for record in run.records:
-        if record.failure:
-            raise record.failure
+    await warm_up(client, options.warmup, options.vocab, seed, options.timeout)
 
 
 async def _run_point(client: Client, options: Options, point: Point, run: Run) -> report.Figures:
@@ -112,7 +104,7 @@ async def _idle_check(options: Options) -> Idle | None:
 
 def _label(options: Options, point: Point) -> str:
     if point.clients is not None:
-        return f"{point.clients} client{'s' if point.clients > 1 else ''}"
+        return point.label
     rate = f" at {options.arrival.rate:g}/s" if options.arrival.rate else ""
     return {"all": "all at once"}.get(options.arrival.kind, options.arrival.kind) + rate
 

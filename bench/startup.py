@@ -6,6 +6,8 @@ gateway when /ready does. Each starts while the ones before it are up and idle, 
 in all rounds but perhaps the first.
 
     python bench/startup.py --rounds 3 --json startup.json
+
+All options of `octavo serve` apply, except ports.
 """
 
 import argparse
@@ -18,19 +20,12 @@ from typing import Any
 
 from measure.figures import number, table
 from measure.machine import describe, write_json
-from measure.processes import StartError, free_ports, running
+from measure.processes import StartError, running, stop_on_sigterm
+from measure.services import Ports, add_service_options, service_parts
+
+from octavo.common.options import OptionError
 
 _MIB = 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How to start one kind of process and when it counts as started."""
-
-    name: str  # the `octavo` command
-    arguments: Sequence[str]
-    port: int  # where its probes answer
-    path: str
 
 
 @dataclass(frozen=True)
@@ -44,8 +39,12 @@ class Start:
 
 def main() -> int:
     options = _parser().parse_args()
+    stop_on_sigterm()
     try:
         rounds = [_round(options, index) for index in range(options.rounds)]
+    except OptionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -60,11 +59,11 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Start-up time and memory of Octavo's processes.")
     parser.add_argument("--rounds", type=int, choices=range(1, 101), default=3, metavar="N")
-    parser.add_argument("--model", default="demo", help="as in `octavo worker` (default: demo)")
     parser.add_argument(
         "--timeout", type=float, default=300.0, help="seconds for a start (default: 300)"
     )
     parser.add_argument("--json", metavar="FILE", help="where to write all figures")
+    add_service_options(parser)
     return parser
 
 
@@ -72,33 +71,12 @@ def _round(options: argparse.Namespace, index: int) -> list[Start]:
     """Starts the three, one after the other, and stops them again. Raises StartError."""
     starts = []
     with contextlib.ExitStack() as stack:
-        for kind in _kinds(options.model):
-            process = stack.enter_context(running(kind.name, kind.arguments))
-            seconds = process.wait_for(kind.port, kind.path, options.timeout)
-            starts.append(Start(kind.name, seconds, process.resident_bytes()))
-            print(f"round {index + 1}: {kind.name} {seconds:.2f} s", file=sys.stderr, flush=True)
+        for part in service_parts(options, Ports.free()):
+            process = stack.enter_context(running(f"octavo {part.name}", part.command))
+            seconds = process.wait_for(part.port, part.path, options.timeout)
+            starts.append(Start(part.name, seconds, process.resident_bytes()))
+            print(f"round {index + 1}: {part.name} {seconds:.2f} s", file=sys.stderr, flush=True)
     return starts
-
-
-def _kinds(model: str) -> list[Kind]:
-    gateway_port, worker_port, probe, worker_probe, grpc_port, http_port = free_ports(6)
-    gateways, workers = ["--gateway-port", str(gateway_port)], ["--worker-port", str(worker_port)]
-    control = [*gateways, *workers, "--controlplane-probe-port", str(probe)]
-    worker = ["--model", model, *workers, "--worker-probe-port", str(worker_probe)]
-    gateway = [
-        "--model",
-        model,
-        *gateways,
-        "--grpc-port",
-        str(grpc_port),
-        "--http-port",
-        str(http_port),
-    ]
-    return [
-        Kind("controlplane", control, probe, "/health"),
-        Kind("worker", worker, worker_probe, "/ready"),
-        Kind("gateway", gateway, http_port, "/ready"),
-    ]
 
 
 def _median(starts: Sequence[Start]) -> dict[str, Any]:

@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from loadgen.client import Client
+from loadgen.lengths import Lengths
 from loadgen.records import Record, RequestError
-from loadgen.workload import Request
+from loadgen.workload import ArrivalSpec, LengthSource, Request, make_requests
+
+_WARMUP = LengthSource(synthetic=Lengths(32, 8))
 
 
 @dataclass
@@ -20,6 +23,15 @@ class Run:
     started: float = 0.0  # perf_counter
     wall: float = 0.0  # seconds from the start to the end of the last request
     client_cpu: float = 0.0  # seconds of CPU that this process used meanwhile
+
+
+async def warm_up(client: Client, count: int, vocab: int, seed: Sequence[int], timeout: float) -> None:
+    """`count` short requests at once, not counted. Raises RequestError when one fails."""
+    run = Run(make_requests(_WARMUP, ArrivalSpec(), count, vocab, seed))
+    await closed_loop(client, run, count, timeout)
+    for record in run.records:
+        if record.failure:
+            raise record.failure
 
 
 async def closed_loop(client: Client, run: Run, clients: int, timeout: float) -> None:

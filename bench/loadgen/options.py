@@ -20,6 +20,11 @@ class Point:
     requests: int
     clients: int | None
 
+    @property
+    def label(self) -> str:
+        """Of a closed loop, such as "4 clients"."""
+        return f"{self.clients} client{'' if self.clients == 1 else 's'}"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -72,7 +77,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         "--api", choices=APIS, default="completions", help="of --url (default: completions)"
     )
     group.add_argument("--model", help="default: the first that the server names")
-    group.add_argument("--temperature", type=_number(0), default=0.0, help="default: 0, greedy")
+    group.add_argument("--temperature", type=number(0), default=0.0, help="default: 0, greedy")
     group.add_argument(
         "--extra-body", type=_json_object, default={}, metavar="JSON", help="more fields for --url"
     )
@@ -90,14 +95,14 @@ def _add_lengths(group: argparse._ArgumentGroup) -> None:
         "--synthetic", type=_pair, metavar="P,O", help="every request alike (default: 128,64)"
     )
     group.add_argument(
-        "--max-total", type=_integer(2), metavar="N", help="keep prompt + output <= N tokens"
+        "--max-total", type=integer(2), metavar="N", help="keep prompt + output <= N tokens"
     )
-    group.add_argument("--requests", type=_integer(1), default=32, help="how many (default: 32)")
+    group.add_argument("--requests", type=integer(1), default=32, help="how many (default: 32)")
     group.add_argument(
-        "--vocab", type=_integer(FIRST_PLAIN_TOKEN + 1), default=49152, help="default: 49152"
+        "--vocab", type=integer(FIRST_PLAIN_TOKEN + 1), default=49152, help="default: 49152"
     )
     group.add_argument(
-        "--seed", type=_integer(0), default=0, help="of lengths, arrivals and prompts (default: 0)"
+        "--seed", type=integer(0), default=0, help="of lengths, arrivals and prompts (default: 0)"
     )
 
 
@@ -105,31 +110,29 @@ def _add_arrivals(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--arrival", choices=arrivals.KINDS, help="open loop (default: trace with --trace, else all)"
     )
-    group.add_argument("--rate", type=_number(1e-6), help="requests per second; stretches a trace")
-    group.add_argument("--clients", type=_integer(1), help="closed loop with this many clients")
+    group.add_argument("--rate", type=number(1e-6), help="requests per second; stretches a trace")
+    group.add_argument("--clients", type=integer(1), help="closed loop with this many clients")
     group.add_argument(
-        "--sweep", type=_integers, metavar="1,4,16,64", help="closed loops, one after the other"
+        "--sweep", type=integers, metavar="1,4,16,64", help="closed loops, one after the other"
     )
-    group.add_argument(
-        "--sweep-requests", type=_integers, metavar="4,12,32,64", help="requests of each"
-    )
+    group.add_argument("--sweep-requests", type=integers, metavar="4,12,32,64", help="requests of each")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--warmup", type=_integer(0), default=2, help="requests before, not counted (default: 2)"
+        "--warmup", type=integer(0), default=2, help="requests before, not counted (default: 2)"
     )
     group.add_argument(
-        "--timeout", type=_number(0.001), default=600.0, help="seconds for a request (default: 600)"
+        "--timeout", type=number(0.001), default=600.0, help="seconds for a request (default: 600)"
     )
     group.add_argument(
         "--idle-check", action="store_true", help="at the end, is every block free? (needs --grpc)"
     )
     group.add_argument(
-        "--idle-timeout", type=_number(0), default=30.0, help="seconds to become idle (default: 30)"
+        "--idle-timeout", type=number(0), default=30.0, help="seconds to become idle (default: 30)"
     )
     group.add_argument(
-        "--progress", type=_number(0), default=5.0, help="seconds between lines; 0: none (default: 5)"
+        "--progress", type=number(0), default=5.0, help="seconds between lines; 0: none (default: 5)"
     )
     group.add_argument("--json", metavar="FILE", help="where to write all figures")
 
@@ -182,7 +185,9 @@ def _points(values: argparse.Namespace) -> list[Point]:
     return [Point(count, clients) for count, clients in zip(counts, values.sweep, strict=True)]
 
 
-def _integer(minimum: int) -> Callable[[str], int]:
+def integer(minimum: int) -> Callable[[str], int]:
+    """A reader of an option's value, for argparse; `number` and `integers` likewise."""
+
     def read(text: str) -> int:
         value = _as_int(text)
         if value < minimum:
@@ -192,7 +197,7 @@ def _integer(minimum: int) -> Callable[[str], int]:
     return read
 
 
-def _number(minimum: float) -> Callable[[str], float]:
+def number(minimum: float) -> Callable[[str], float]:
     def read(text: str) -> float:
         try:
             value = float(text)
@@ -205,12 +210,12 @@ def _number(minimum: float) -> Callable[[str], float]:
     return read
 
 
-def _integers(text: str) -> list[int]:
-    return [_integer(1)(part) for part in text.split(",")]
+def integers(text: str) -> list[int]:
+    return [integer(1)(part) for part in text.split(",")]
 
 
 def _pair(text: str) -> Lengths:
-    values = _integers(text)
+    values = integers(text)
     if len(values) != 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not two integers such as 128,64")
     return Lengths(*values)

@@ -13,19 +13,32 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Best of several tries, with as many threads as torch uses now."""
+    """Best of several tries."""
 
+    threads: int  # of torch, with which they were measured
     matmul_flops: float  # fp32 operations per second of torch's fastest matrix product
     copy_bytes: float  # bytes per second, read and written, of a copy in memory
 
 
 def measure_ceilings(tries: int = 5) -> Ceilings:
-    """Takes about two seconds."""
+    """With as many threads as torch uses now. Takes about two seconds."""
     source = torch.ones(_COPY_BYTES // _FLOAT_BYTES)
     target = torch.empty_like(source)
     copy = fastest(lambda: target.copy_(source), tries)
     product = min(fastest(work, tries) for work in _products())
-    return Ceilings(matmul_flops=2 * _MATMUL_SIZE**3 / product, copy_bytes=2 * _COPY_BYTES / copy)
+    return Ceilings(
+        threads=torch.get_num_threads(),
+        matmul_flops=2 * _MATMUL_SIZE**3 / product,
+        copy_bytes=2 * _COPY_BYTES / copy,
+    )
+
+
+def limits_text(ceilings: Ceilings) -> str:
+    """A line below a table whose figures they bound."""
+    return (
+        f"ceilings, {ceilings.threads} threads: fp32 matrix product "
+        f"{ceilings.matmul_flops / 1e9:.0f} GFLOP/s, memory copy {ceilings.copy_bytes / 1e9:.1f} GB/s"
+    )
 
 
 def _products() -> list[Callable[[], object]]:

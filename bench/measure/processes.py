@@ -2,6 +2,8 @@
 
 import contextlib
 import http.client
+import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import psutil
 
 _POLL_SECONDS = 0.02
 _STOP_SECONDS = 30.0
+_ORPHAN_SECONDS = 5.0  # for children whose parent has ended
 
 
 class StartError(Exception):
@@ -28,15 +31,28 @@ def free_ports(count: int) -> list[int]:
         return [int(each.getsockname()[1]) for each in sockets]
 
 
-class Process:
-    """One `octavo` process, started when made; its log is kept for error messages."""
+def octavo_command(name: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of `octavo NAME` with this Python and this checkout."""
+    return [sys.executable, "-m", "octavo.frontend.cli", name, *arguments]
 
-    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+
+def stop_on_sigterm() -> None:
+    """Lets SIGTERM end this process as an error does, so that what it has started is stopped."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+class Process:
+    """One process, started when made; its log is kept for error messages."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in stop()
-        command = [sys.executable, "-m", "octavo.frontend.cli", name, *arguments]
         self.started = time.perf_counter()
-        self._popen = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+        try:
+            self._popen = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+        except OSError as error:
+            self._log.close()
+            raise StartError(f"{name}: {shlex.join(command)}: {error.strerror}") from error
 
     def wait_for(self, port: int, path: str, timeout: float) -> float:
         """Seconds from start until `path` answers 200. Raises StartError."""
@@ -48,36 +64,53 @@ class Process:
             time.sleep(_POLL_SECONDS)
         return time.perf_counter() - self.started
 
+    def family(self) -> list[psutil.Process]:
+        """The process and all its descendants; empty when it has ended."""
+        try:
+            parent = psutil.Process(self._popen.pid)
+            return [parent, *parent.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
     def resident_bytes(self) -> int:
         """Memory resident now, of the process and its children."""
-        parent = psutil.Process(self._popen.pid)
-        family = [parent, *parent.children(recursive=True)]
-        return sum(int(process.memory_info().rss) for process in family)
+        return sum(int(process.memory_info().rss) for process in self.family())
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL to one that does not obey."""
+        """SIGTERM, and SIGKILL to one that does not obey and to children that outlive it."""
+        family = self.family()
         self._popen.terminate()
         try:
             self._popen.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
+        _end(family[1:])
         self._log.close()
 
     def _complaint(self, what: str) -> str:
         self._log.seek(0)
         tail = self._log.read().decode(errors="replace").splitlines()[-10:]
-        return "\n  ".join([f"octavo {self.name} {what}:", *tail])
+        return "\n  ".join([f"{self.name} {what}:", *tail])
 
 
 @contextlib.contextmanager
-def running(name: str, arguments: Sequence[str]) -> Iterator[Process]:
+def running(name: str, command: Sequence[str]) -> Iterator[Process]:
     """A process that is stopped at the end of the block."""
-    process = Process(name, arguments)
+    process = Process(name, command)
     try:
         yield process
     finally:
         process.stop()
+
+
+def _end(orphans: Sequence[psutil.Process]) -> None:
+    """Children have had their time to stop while their parent did."""
+    for action in ("terminate", "kill"):
+        for orphan in orphans:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                getattr(orphan, action)()
+        orphans = psutil.wait_procs(orphans, timeout=_ORPHAN_SECONDS)[1]
 
 
 def _answers(port: int, path: str) -> bool:

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from measure.engines import device_of
 from octavo.common.modelfiles import ModelFiles
-from octavo.dataplane.engines.torch_engine import TorchEngine
+from octavo.dataplane.engine import Engine
 from octavo.dataplane.runner import Runner
 from octavo.dataplane.slots import Slots
 from octavo.kernels.table import kernels_for
@@ -32,14 +33,14 @@ class Shape:
 
 
 class Stepper:
-    """A runner with pools for `shape`, whose sequences have shuffled block tables."""
+    """A runner on `engine` with pools for `shape`, whose sequences have shuffled block tables."""
 
-    def __init__(self, files: ModelFiles, shape: Shape, seed: int) -> None:
-        self._engine = TorchEngine(files, "cpu", "float32")
+    def __init__(self, files: ModelFiles, engine: Engine, shape: Shape, seed: int) -> None:
+        self._engine = engine
         self._engine.make_pools(shape.sequences * shape.blocks_each, shape.block_size, 0)
         self._vocab = int(files.config["vocab_size"])
         slots = Slots(shape.sequences, shape.max_tokens, shape.block_size, self._vocab)
-        self._runner = Runner(self._engine, kernels_for("cpu"), slots, shape.max_tokens)
+        self._runner = Runner(self._engine, kernels_for(device_of(engine)), slots, shape.max_tokens)
         self._rng = np.random.default_rng(seed)
         shuffled = self._rng.permutation(shape.sequences * shape.blocks_each)
         self._tables: Int32s = int32s(shuffled).reshape(shape.sequences, shape.blocks_each)

@@ -29,8 +29,12 @@ def test_an_explicit_head_size_counts() -> None:
 
 def test_the_floor_is_the_slower_of_the_two_limits() -> None:
     cost = ModelCost.of(CONFIG, token_bytes=96)
-    assert cost.floor(600, 10, Ceilings(matmul_flops=100.0, copy_bytes=10.0)) == pytest.approx(6.0)
-    assert cost.floor(600, 90, Ceilings(matmul_flops=100.0, copy_bytes=10.0)) == pytest.approx(9.0)
+    assert cost.floor(
+        600, 10, Ceilings(threads=2, matmul_flops=100.0, copy_bytes=10.0)
+    ) == pytest.approx(6.0)
+    assert cost.floor(
+        600, 90, Ceilings(threads=2, matmul_flops=100.0, copy_bytes=10.0)
+    ) == pytest.approx(9.0)
 
 
 def test_ceilings_are_those_of_a_real_machine() -> None:

@@ -3,12 +3,15 @@ import torch
 from measure.stepping import Shape, Stepper
 
 from octavo.common.modelfiles import open_model
+from octavo.dataplane.engines.torch_engine import TorchEngine
 
 
 @pytest.fixture(scope="module")
 def stepper() -> Stepper:
     torch.set_num_threads(1)
-    return Stepper(open_model("demo"), Shape(sequences=3, max_tokens=24, block_size=8), seed=0)
+    files = open_model("demo")
+    engine = TorchEngine(files, "cpu", "float32")
+    return Stepper(files, engine, Shape(sequences=3, max_tokens=24, block_size=8), seed=0)
 
 
 def test_sequences_have_blocks_of_their_own() -> None:
