@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,6 +109,8 @@ class TorchEngine:
         begin, block_size = time.perf_counter(), self._pools.keys[0].shape[2]
         for batch in rehearsals(block_size, min(1024, self._model.config.max_positions - 8)):
             self.logits(self.forward(batch))
+        for pairs in range(1, min(10, len(self._pools.keys[0])), 8):  # few and many copies
+            self.copy_blocks(np.array([[0, 1 + n] for n in range(pairs)], dtype=np.int32).ravel())
         self._graphs = DecodeGraphs(self._compute, self._device, block_size, num_slots)
         self.synchronize()
         log.info("warmed up and captured decode steps in %.1f s", time.perf_counter() - begin)

@@ -86,18 +86,24 @@ class RmsNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         return self._kernels.rms_norm(hidden, self.weight, self._epsilon)
 
+    def after_adding(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised sum of the two, and the sum."""
+        return self._kernels.add_rms_norm(hidden, residual, self.weight, self._epsilon)
 
-class PagedAttention(nn.Module):
-    """Stores the new keys and values of a layer, then attends over the blocks of each row."""
+
+class RotaryAttention(nn.Module):
+    """Rotates queries and keys, stores the new keys and values, attends over the blocks of each row."""
 
     def __init__(self, layer: int, head_dim: int, kernels: Kernels) -> None:
         super().__init__()
         self._layer, self._scale, self._kernels = layer, head_dim**-0.5, kernels
 
-    def forward(self, query: Tensor, keys: Tensor, values: Tensor, state: ForwardState) -> Tensor:
-        """`query` is ``[num_tokens, num_heads, head_dim]``, the others have num_kv_heads."""
+    def forward(self, heads: Tensor, state: ForwardState) -> Tensor:
+        """``[num_tokens, num_heads, head_dim]`` of queries, keys and values side by side."""
         key_cache, value_cache = state.key_caches[self._layer], state.value_caches[self._layer]
-        self._kernels.kv_write(keys, values, key_cache, value_cache, state.kv_slots)
+        query = self._kernels.rotary_kv_write(
+            heads, state.rotations, key_cache, value_cache, state.kv_slots
+        )
         return self._kernels.paged_attention(query, key_cache, value_cache, state.rows, self._scale)
 
 

@@ -12,8 +12,8 @@ from octavo.dataplane.models.layers import (
     ForwardState,
     GatedMlp,
     Linear,
-    PagedAttention,
     RmsNorm,
+    RotaryAttention,
 )
 from octavo.kernels.reference.rotary import rotary_table
 from octavo.kernels.table import Kernels
@@ -96,22 +96,18 @@ class LlamaAttention(nn.Module):
     def __init__(self, config: LlamaConfig, layer: int, weights: Weights, kernels: Kernels) -> None:
         super().__init__()
         name = f"model.layers.{layer}.self_attn"
-        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
-        self._head_dim, self._kernels = config.head_dim, kernels
-        query_size, kv_size = self._heads * self._head_dim, self._kv_heads * self._head_dim
+        self._head_dim = config.head_dim
+        query_size, kv_size = config.num_heads * self._head_dim, config.num_kv_heads * self._head_dim
         projections = [f"{name}.{part}_proj" for part in "qkv"]
         sizes = [query_size, kv_size, kv_size]
         size, bias = config.hidden_size, config.attention_bias
         self.qkv = Linear.take(weights, projections, size, sizes, bias, kernels)
         self.out = Linear.take(weights, [f"{name}.o_proj"], query_size, [size], bias, kernels)
-        self.attend = PagedAttention(layer, self._head_dim, kernels)
+        self.attend = RotaryAttention(layer, self._head_dim, kernels)
 
     def forward(self, hidden: Tensor, state: ForwardState) -> Tensor:
         heads = self.qkv(hidden).view(hidden.shape[0], -1, self._head_dim)
-        rotated = self._kernels.rotary(heads[:, : -self._kv_heads], state.rotations)
-        query, keys = rotated[:, : self._heads], rotated[:, self._heads :]
-        attended = self.attend(query, keys, heads[:, -self._kv_heads :], state)
-        out: Tensor = self.out(attended.reshape(hidden.shape[0], -1))
+        out: Tensor = self.out(self.attend(heads, state).reshape(hidden.shape[0], -1))
         return out
 
 
@@ -127,8 +123,9 @@ class LlamaLayer(nn.Module):
         self.mlp = GatedMlp(weights, f"{name}.mlp", size, config.inner_size, config.mlp_bias, kernels)
 
     def forward(self, hidden: Tensor, state: ForwardState) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), state)
-        added: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        attended = self.attention(self.attention_norm(hidden), state)
+        normed, hidden = self.mlp_norm.after_adding(attended, hidden)
+        added: Tensor = hidden + self.mlp(normed)
         return added
 
 

@@ -20,7 +20,6 @@ from octavo.dataplane.engines.openvino import adapter
 from octavo.dataplane.options import WorkerOptions
 from octavo.proto.plan import Result
 from octavo.proto.session import Register
-from octavo.proto.wire import int32s
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +156,7 @@ def test_a_worker_serves_with_openvino(
         assert (registered.engine, registered.block_sizes.tolist()) == ("openvino", [32])
         assert registered.preferred_block_size == 32
         side.reset(3, block_size=32, num_blocks=40)
-        plan = first_plan(3)
-        plan.admits[0].blocks = int32s([37])
-        side.data(plan.pack())
+        side.data(first_plan(3, blocks=(37,)).pack())
         assert side.receive(Result).tokens.tolist() == hf_greedy(hf_model, prompt_of(6), 1)
         assert worker.stop() == 0
     finally:

@@ -12,7 +12,7 @@ from octavo.dataplane.engines.torch_engine import TorchEngine
 from octavo.dataplane.runner import Runner
 from octavo.dataplane.slots import Slots
 from octavo.kernels.table import REFERENCE
-from octavo.proto.plan import Admit, Plan, Result, Sampling
+from octavo.proto.plan import Admit, Admits, Plan, Result, Sampling
 from octavo.proto.session import Register
 from octavo.proto.wire import int32s
 
@@ -79,9 +79,13 @@ def plans(epoch: int) -> list[Plan]:
     """Chunks and decodes mixed, a fork with copy-on-write, a swap out and in, log-probabilities."""
     two = {"decode_slots": int32s([0, 1])}
     parts: list[dict[str, object]] = [
-        {"admits": [admit(0, 9, GREEDY)], **chunks((0, 4))},
-        {"admits": [admit(1, 5, SAMPLED)], **chunks((0, 5), (1, 5)), **draws((0, 0), (1, 1))},
-        {"admits": [admit(2, 11, SAMPLED)], **two, **chunks((2, 6))},
+        {"admits": Admits.of([admit(0, 9, GREEDY)]), **chunks((0, 4))},
+        {
+            "admits": Admits.of([admit(1, 5, SAMPLED)]),
+            **chunks((0, 5), (1, 5)),
+            **draws((0, 0), (1, 1)),
+        },
+        {"admits": Admits.of([admit(2, 11, SAMPLED)]), **two, **chunks((2, 6))},
         {**two, **chunks((2, 5)), **draws((2, 0))},
         # Slot 3 goes on from slot 1, whose second block is shared and copied.
         {

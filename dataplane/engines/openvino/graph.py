@@ -26,7 +26,8 @@ def body_of(model: Llama) -> ov.Model:
     token_ids, positions, logit_tokens = (_flat_input(name) for name in _TOKEN_INPUTS)
     rows = RowInputs.make()
     layers = range(model.config.num_layers)
-    keys, values = [[CacheSymbol(cache_input()) for _ in layers] for _ in range(2)]
+    heads = model.config.num_kv_heads
+    keys, values = [[CacheSymbol(cache_input(), heads) for _ in layers] for _ in range(2)]
     stand_ins: Any = (Rotations.at(model.rotations, positions), rows, None, keys, values)
     hidden: Symbol = model(Symbol(token_ids), ForwardState(*stand_ins), Symbol(logit_tokens))
     inputs = [token_ids, positions, logit_tokens, *rows.all()]

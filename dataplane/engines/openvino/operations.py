@@ -46,6 +46,13 @@ def rms_norm(hidden: Symbol, weight: Tensor, epsilon: float) -> Symbol:
     return Symbol(ops.multiply(normed, held(weight)))
 
 
+def add_rms_norm(
+    hidden: Symbol, residual: Symbol, weight: Tensor, epsilon: float
+) -> tuple[Symbol, Symbol]:
+    total = hidden + residual
+    return rms_norm(total, weight, epsilon), total
+
+
 def silu_mul(gate_up: Symbol) -> Symbol:
     gate, up = _halves(gate_up.value, axis=1)
     return Symbol(ops.multiply(ops.swish(gate), up))
@@ -63,6 +70,19 @@ def kv_write(
 ) -> None:
     """Only notes them: the attention node stores what it gets, at the places that its rows imply."""
     key_cache.new, value_cache.new = keys, values
+
+
+def rotary_kv_write(
+    heads: Symbol,
+    rotations: Rotations,
+    key_cache: CacheSymbol,
+    value_cache: CacheSymbol,
+    kv_slots: None,
+) -> Symbol:
+    num_kv_heads = key_cache.num_heads
+    rotated = rotary(heads[:, :-num_kv_heads], rotations)
+    kv_write(rotated[:, -num_kv_heads:], heads[:, -num_kv_heads:], key_cache, value_cache, kv_slots)
+    return rotated[:, :-num_kv_heads]
 
 
 def paged_attention(
@@ -104,8 +124,10 @@ GRAPH: Kernels = replace(
     prepare_linear=matrix_constant,
     linear=linear,  # type: ignore[arg-type]
     rms_norm=rms_norm,  # type: ignore[arg-type]
+    add_rms_norm=add_rms_norm,  # type: ignore[arg-type]
     silu_mul=silu_mul,  # type: ignore[arg-type]
     rotary=rotary,  # type: ignore[arg-type]
     kv_write=kv_write,  # type: ignore[arg-type]
+    rotary_kv_write=rotary_kv_write,  # type: ignore[arg-type]
     paged_attention=paged_attention,  # type: ignore[arg-type]
 )

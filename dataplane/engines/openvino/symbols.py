@@ -77,8 +77,8 @@ class Symbol:
 class CacheSymbol:
     """The cache of one layer's keys or values, and what is to be stored in it."""
 
-    def __init__(self, value: ov.Output) -> None:
-        self.value = value
+    def __init__(self, value: ov.Output, num_heads: int) -> None:
+        self.value, self.num_heads = value, num_heads
         self.new: Symbol | None = None
 
     def take_new(self) -> Symbol:
