@@ -43,8 +43,9 @@ class WorkerOptions:
     )
     kv_dtype: str = option(
         "auto",
-        "type of the KV cache in the OpenVINO engine; auto is float32",
-        choices=("auto", "float32", "float16", "uint8"),
+        "type of the KV cache: auto is float32 in the OpenVINO engine, which takes float16 and uint8, too, "
+        "and what it computes in in the torch engine, which takes fp8 (e4m3), too",
+        choices=("auto", "float32", "float16", "uint8", "fp8"),
     )
     block_size: int | None = option(
         None,

@@ -46,6 +46,8 @@ def obstacle_to_openvino(options: WorkerOptions, device: str) -> str | None:
         return f"it computes on CPUs, and the device is {device}"
     if options.dtype not in ("auto", "float32"):
         return f"it computes in float32, which --dtype {options.dtype} does not allow"
+    if options.kv_dtype == "fp8":
+        return "--kv-dtype fp8 is of the torch engine"
     if options.kernels != "auto":
         return f"--kernels {options.kernels} names operations of the torch engine"
     size = options.block_size
@@ -117,11 +119,12 @@ def _load_torch(
     wants = "is for the OpenVINO engine, and the torch engine is taken"
     if options.quantization not in ("auto", "none"):
         raise EngineError(f"--quantization {options.quantization} {wants} ({reason})")
-    if options.kv_dtype not in ("auto", dtype):
+    kv_fp8 = options.kv_dtype == "fp8"
+    if not kv_fp8 and options.kv_dtype not in ("auto", dtype):
         raise EngineError(f"--kv-dtype {options.kv_dtype} {wants} ({reason})")
     torch.set_num_threads(options.threads or available_cpus())
-    engine = TorchEngine(files, device, dtype, choose_kernels(options.kernels, device))
-    return engine, f"torch engine: {dtype} on {device}"
+    engine = TorchEngine(files, device, dtype, choose_kernels(options.kernels, device), kv_fp8)
+    return engine, f"torch engine: {dtype} on {device}{', KV cache fp8' if kv_fp8 else ''}"
 
 
 def available_cpus() -> int:

@@ -17,7 +17,7 @@ from octavo.dataplane.loading.weights import open_weights
 from octavo.dataplane.memory import require_memory
 from octavo.dataplane.models.layers import ForwardState, Linear
 from octavo.dataplane.models.registry import family_of
-from octavo.kernels.rows import AttentionRows
+from octavo.kernels.rows import AttentionRows, KvScales
 from octavo.kernels.table import Kernels, kernels_for
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,18 @@ class TorchEngine:
     """Implements `octavo.dataplane.engine.Engine`."""
 
     def __init__(
-        self, files: ModelFiles, device: str, dtype: str, kernels: Kernels | None = None
+        self,
+        files: ModelFiles,
+        device: str,
+        dtype: str,
+        kernels: Kernels | None = None,
+        kv_fp8: bool = False,
     ) -> None:
-        """Loads the weights; without `kernels` the device's own are taken. Raises ModelError."""
+        """Loads the weights; without `kernels` the device's own are taken. Raises ModelError.
+
+        Args:
+            kv_fp8: whether the KV cache is float8 (e4m3) in place of `dtype`.
+        """
         self._device, self._dtype = torch.device(device), DTYPES[dtype]
         self._kernels = kernels or kernels_for(self._device.type)
         define = family_of(files)
@@ -51,9 +60,16 @@ class TorchEngine:
         for module in self._model.modules():
             if isinstance(module, Linear):
                 module.prepare()
+        self._kv_dtype = torch.float8_e4m3fn if kv_fp8 else self._dtype
+        self._kv_scales = self._unscaled() if kv_fp8 else None
         self._pools = Pools([], [])
         self._swap: SwapLane | None = None
         self._graphs: DecodeGraphs | None = None
+
+    def _unscaled(self) -> KvScales:
+        """Factors of 1: keys and values are far within the +-448 that float8 holds."""
+        ones = torch.ones(self._model.config.num_kv_heads, device=self._device)
+        return KvScales(ones, ones)
 
     @property
     def overlaps(self) -> bool:
@@ -74,7 +90,7 @@ class TorchEngine:
             * config.num_layers
             * config.num_kv_heads
             * config.head_dim
-            * self._dtype.itemsize,
+            * self._kv_dtype.itemsize,
         )
 
     def make_pools(self, num_blocks: int, block_size: int, num_cpu_blocks: int) -> None:
@@ -98,7 +114,7 @@ class TorchEngine:
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
         # Not zeroed: the system commits memory as blocks are first written. What is there before is
         # never part of a result, since attention masks what it loads.
-        empty = partial(torch.empty, shape, dtype=self._dtype, device=self._device)
+        empty = partial(torch.empty, shape, dtype=self._kv_dtype, device=self._device)
         keys, values = ([empty() for _ in range(config.num_layers)] for _ in range(2))
         return Pools(keys, values)
 
@@ -150,6 +166,7 @@ class TorchEngine:
             kv_slots=self._kernels.prepare_kv_write(inputs.kv_slots, key_cache),
             key_caches=self._pools.keys,
             value_caches=self._pools.values,
+            kv_scales=self._kv_scales,
         )
         hidden: Tensor = model(inputs.token_ids, state, inputs.logit_tokens)
         return hidden

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from octavo.dataplane.loading.grouped import GroupedMatrix, join
 from octavo.dataplane.loading.weights import Weights
+from octavo.kernels.rows import PLAIN, KvScales
 from octavo.kernels.table import Kernels
 
 
@@ -21,6 +22,7 @@ class ForwardState:
     kv_slots: Any  # of kernels.prepare_kv_write
     key_caches: list[Tensor]  # one per layer
     value_caches: list[Tensor]
+    kv_scales: KvScales | None = None  # of fp8 caches, the same for all layers
 
 
 Matrix = Tensor | GroupedMatrix
@@ -102,9 +104,11 @@ class RotaryAttention(nn.Module):
         """``[num_tokens, num_heads, head_dim]`` of queries, keys and values side by side."""
         key_cache, value_cache = state.key_caches[self._layer], state.value_caches[self._layer]
         query = self._kernels.rotary_kv_write(
-            heads, state.rotations, key_cache, value_cache, state.kv_slots
+            heads, state.rotations, key_cache, value_cache, state.kv_slots, state.kv_scales
         )
-        return self._kernels.paged_attention(query, key_cache, value_cache, state.rows, self._scale)
+        return self._kernels.paged_attention(
+            query, key_cache, value_cache, state.rows, self._scale, PLAIN, state.kv_scales
+        )
 
 
 class GatedMlp(nn.Module):

@@ -1,4 +1,5 @@
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,8 +8,10 @@ from plan_maker import GREEDY, PlanMaker
 from tiny_llama import hf_greedy, hf_logits, prompt_of
 from transformers import LlamaForCausalLM
 
+from octavo.common.modelfiles import open_model
 from octavo.dataplane.engines.torch_engine import TorchEngine
 from octavo.dataplane.slots import PlanError
+from octavo.kernels.table import REFERENCE
 from octavo.proto.plan import Result, Sampling
 from octavo.proto.wire import int32s
 
@@ -370,3 +373,21 @@ def test_a_pool_full_of_nan_does_no_harm(engine: TorchEngine, hf_model: LlamaFor
     maker.prefill(maker.admit(1, prompt_of(17, 1), 24))
     tokens += [int(maker.run(decode_slots=[1, 0]).tokens[1]) for _ in range(4)]
     assert tokens == hf_greedy(hf_model, prompt, 5)
+
+
+def test_an_fp8_cache_halves_blocks_and_stays_close(model_folder: Path, engine: TorchEngine) -> None:
+    small = TorchEngine(open_model(str(model_folder)), "cpu", "float32", REFERENCE, kv_fp8=True)
+    assert small.describe().token_bytes * 4 == engine.describe().token_bytes
+    found = []
+    for each in (engine, small):
+        maker = PlanMaker(each)
+        steps = [maker.prefill(maker.admit(0, prompt_of(30), 60, RAW))]
+        steps += [maker.run(swap_out=maker_pairs(maker), swap_in=[], decode_slots=[0])]
+        found.append(torch.stack([distribution(step, 0) for step in steps]))
+    error = (found[1] - found[0]).norm() / found[0].norm()
+    assert 0 < error < 0.05
+
+
+def maker_pairs(maker: PlanMaker) -> list[int]:
+    """A copy of a slot's first block to the swap pool: fp8 pools can be swapped."""
+    return [int(maker.slots.blocks[0, 0]), 3]

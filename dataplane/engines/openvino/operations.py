@@ -15,6 +15,7 @@ from octavo.dataplane.engines.openvino import adapter
 from octavo.dataplane.engines.openvino.adapter import RowInputs
 from octavo.dataplane.engines.openvino.constants import matrix_constant
 from octavo.dataplane.engines.openvino.symbols import CacheSymbol, Symbol, held, integers
+from octavo.kernels.rows import PLAIN, AttentionForm
 from octavo.kernels.table import REFERENCE, Kernels
 
 
@@ -78,6 +79,7 @@ def rotary_kv_write(
     key_cache: CacheSymbol,
     value_cache: CacheSymbol,
     kv_slots: None,
+    scales: None = None,
 ) -> Symbol:
     num_kv_heads = key_cache.num_heads
     rotated = rotary(heads[:, :-num_kv_heads], rotations)
@@ -86,8 +88,15 @@ def rotary_kv_write(
 
 
 def paged_attention(
-    query: Symbol, key_cache: CacheSymbol, value_cache: CacheSymbol, rows: RowInputs, scale: float
+    query: Symbol,
+    key_cache: CacheSymbol,
+    value_cache: CacheSymbol,
+    rows: RowInputs,
+    scale: float,
+    form: AttentionForm = PLAIN,
+    scales: None = None,
 ) -> Symbol:
+    assert form == PLAIN, "the attention node is given neither a window nor a cap here"
     keys, values = key_cache.take_new(), value_cache.take_new()
     attended = adapter.paged_attention(
         _flat(query),
