@@ -43,8 +43,8 @@ class WorkerOptions:
     )
     kv_dtype: str = option(
         "auto",
-        "type of the KV cache: auto is float32 in the OpenVINO engine, which takes float16 and uint8, too, "
-        "and what it computes in in the torch engine, which takes fp8 (e4m3), too",
+        "type of the KV cache: float16 and uint8 are of the OpenVINO engine, fp8 (e4m3) of the torch "
+        "engine; auto is float32 in the former, and the --dtype of the latter",
         choices=("auto", "float32", "float16", "uint8", "fp8"),
     )
     block_size: int | None = option(

@@ -124,7 +124,7 @@ def _load_torch(
         raise EngineError(f"--kv-dtype {options.kv_dtype} {wants} ({reason})")
     torch.set_num_threads(options.threads or available_cpus())
     engine = TorchEngine(files, device, dtype, choose_kernels(options.kernels, device), kv_fp8)
-    return engine, f"torch engine: {dtype} on {device}{', KV cache fp8' if kv_fp8 else ''}"
+    return engine, f"torch engine: {dtype} on {device}, KV cache {'fp8' if kv_fp8 else dtype}"
 
 
 def available_cpus() -> int:
