@@ -63,8 +63,8 @@ def plan_single(group: SequenceGroup, blocks: BlockManager) -> Single:
     """How this group would come in now, if it has no output and one sample."""
     length, size = len(group.prompt), blocks.block_size
     # At least one token must be computed: its logits give the first output.
-    found = blocks.find_prefix(group.path, length - 1)
-    cached = blocks.num_cached(found)
+    found = blocks.find_prefix(group.path, length - 1) if group.path is not None else []
+    cached = blocks.num_cached(found) if found else 0
     fresh = -(-length // size) - len(found)
     next_block = length % size == 0 and group.end > length + 1
     left = length - len(found) * size

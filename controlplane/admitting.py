@@ -104,7 +104,7 @@ class Admitting(Rows):
         admits.block_counts += lengths
         admits.blocks.append(tables)
         admits.samples += [0] * len(batch)
-        admits.samplings += [single.group.sampling for single in batch]
+        admits.samplings += [single.group.sampling.packed for single in batch]
         admits.prompt_logprobs_from += [0] * len(batch)
         left = sum(single.left for single in batch)
         draft.budget -= left
@@ -173,7 +173,7 @@ class Admitting(Rows):
         admits.block_counts.append(len(table))
         admits.blocks.append(table)
         admits.samples.append(sequence.sample)
-        admits.samplings.append(group.sampling)
+        admits.samplings.append(group.sampling.packed)
         admits.prompt_logprobs_from.append(group.prompt_scores_from)
 
     def _swap_in(self, draft: Draft, group: SequenceGroup, admission: Admission) -> None:

@@ -322,7 +322,9 @@ class BlockManager:
             entry = self._chains[slot]
             if entry is None or first >= last:
                 continue
-            if path is not None and last <= len(path.keys):
+            if path is not None and first == 0 and last == len(path.keys):
+                keys, contents = path.keys, path.blocks
+            elif path is not None and last <= len(path.keys):
                 keys, contents = path.keys[first:last], path.blocks[first:last]
             else:
                 contents = self._contents(tokens(slot), first, last)

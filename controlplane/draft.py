@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from octavo.controlplane.sequence import Sequence, SequenceGroup
-from octavo.proto.plan import Admits, Plan, Sampling
+from octavo.proto.plan import Admits, Plan
 from octavo.proto.wire import Int32s, int32s
 
 NONE = int32s()
@@ -64,7 +64,7 @@ class Admissions:
     block_counts: list[int] = field(default_factory=list)
     blocks: list[Int32s] = field(default_factory=list)  # parts of the column, of any length
     samples: list[int] = field(default_factory=list)
-    samplings: list[Sampling] = field(default_factory=list)
+    samplings: list[bytes] = field(default_factory=list)
     prompt_logprobs_from: list[int] = field(default_factory=list)
 
     def columns(self) -> Admits:

@@ -11,8 +11,13 @@ from octavo.controlplane.beam import Hypothesis
 from octavo.controlplane.sequence import SequenceGroup
 from octavo.controlplane.slots import SlotTable
 from octavo.proto.plan import DrawLogprobs, PromptLogprobs
-from octavo.proto.session import Failure, Finish, PromptScores, Tokens
+from octavo.proto.session import FINISH_REASONS, Failure, Finishes, PromptScores, Tokens
 from octavo.proto.wire import Int32s, int32s
+
+# request, attempt, sample, index of the reason, stop token, score
+_Ending = tuple[int, int, int, int, int | None, float | None]
+_REASONS = {reason: index for index, reason in enumerate(FINISH_REASONS)}
+NO_FINISHES = Finishes()
 
 
 @dataclass
@@ -46,7 +51,7 @@ class Outputs:
     """Filled by the scheduler, emptied by the server."""
 
     rows: _Rows | None = None
-    finishes: dict[int, list[Finish]] = field(default_factory=lambda: defaultdict(list))
+    finishes: dict[int, list[_Ending]] = field(default_factory=lambda: defaultdict(list))
     scores: dict[int, list[PromptScores]] = field(default_factory=lambda: defaultdict(list))
     started: dict[int, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
     hypotheses: dict[int, list[tuple[SequenceGroup, int, Int32s]]] = field(
@@ -83,15 +88,8 @@ class Outputs:
         stop_token: int | None,
         score: float | None = None,
     ) -> None:
-        finish = Finish(
-            request=group.id.request,
-            attempt=group.attempt,
-            sample=sample,
-            reason=reason,
-            stop_token=stop_token,
-            score=score,
-        )
-        self.finishes[group.id.gateway].append(finish)
+        ending = (group.id.request, group.attempt, sample, _REASONS[reason], stop_token, score)
+        self.finishes[group.id.gateway].append(ending)
 
     def add_hypotheses(self, group: SequenceGroup, hypotheses: list[Hypothesis]) -> None:
         """The results of a beam search: the best becomes sample 0, whole and finished."""
@@ -150,9 +148,11 @@ class Outputs:
     def _message(self, controlplane: int, gateway: int) -> Tokens:
         message = Tokens(
             controlplane=controlplane,
-            finishes=self.finishes.get(gateway, []),
+            finishes=NO_FINISHES,
             prompt_scores=self.scores.get(gateway, []),
         )
+        if gateway in self.finishes:
+            message.finishes = _columns(self.finishes[gateway])
         if gateway in self.started:
             started = int32s(self.started[gateway]).reshape(-1, 3)
             message.started, message.started_attempts, message.cached = started.T
@@ -161,6 +161,18 @@ class Outputs:
         for group, rank, tokens in self.hypotheses.get(gateway, []):
             _append_rows(message, group, rank, tokens)
         return message
+
+
+def _columns(endings: list[_Ending]) -> Finishes:
+    requests, attempts, samples, reasons, stop_tokens, scores = zip(*endings, strict=True)
+    return Finishes(
+        requests=int32s(requests),
+        attempts=int32s(attempts),
+        samples=int32s(samples),
+        reasons=int32s(reasons),
+        stop_tokens=list(stop_tokens),
+        scores=list(scores),
+    )
 
 
 def _fill_rows(message: Tokens, rows: _Rows, mine: Any) -> None:

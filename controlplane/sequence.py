@@ -102,7 +102,7 @@ class SequenceGroup:
             (group.only_stop,) = group.stops
         if submit.beams is not None:
             group.start_search(submit.beams)
-        group.sampling.encode_once()  # now, while the gang computes, and not when a plan is made
+        _ = group.sampling.packed  # made now, while the gang computes, and not when a plan is made
         return group
 
     def start_search(self, beams: Beams) -> None:

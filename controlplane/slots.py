@@ -30,9 +30,9 @@ class SlotTable:
         self.announced = np.zeros(num_slots, dtype=np.bool_)  # the worker knows that the slot is taken
         self.decoding = np.zeros(num_slots, dtype=np.bool_)
         self.searching = np.zeros(num_slots, dtype=np.bool_)  # a beam: gets candidates, not tokens
-        # Rows of one array, so that new sequences are written at once. `request`, `attempt`,
-        # `sample` and `gateway` (an incarnation) say where the tokens go; `eos` is the one token that
-        # ends the sequence, or NO_TOKEN.
+        # Rows of one array, in the order in which `take_all` writes new sequences at once. `request`,
+        # `attempt`, `sample` and `gateway` (an incarnation) say where the tokens go; `eos` is the one
+        # token that ends the sequence, or NO_TOKEN.
         self._fields = np.zeros((8, num_slots), dtype=np.int32)
         self.known, self.computed, self.prompt_len, self.end = self._fields[:4]
         self.request, self.attempt, self.sample, self.eos = self._fields[4:]
@@ -56,7 +56,19 @@ class SlotTable:
         """Gives a free slot to each of these sequences; arguments as for `take`."""
         slots = self._free[-len(sequences) :]
         del self._free[-len(sequences) :]
-        entries = [_fields(*entry) for entry in zip(sequences, histories, computed, strict=True)]
+        entries = [
+            (
+                len(history),
+                start,
+                len((group := sequence.group).prompt),
+                group.end,
+                group.id.request,
+                group.attempt,
+                sequence.sample,
+                NO_TOKEN if group.only_stop is None else group.only_stop,
+            )
+            for sequence, history, start in zip(sequences, histories, computed, strict=True)
+        ]
         self._fields[:, slots] = np.array(entries, dtype=np.int32).T
         self.gateway[slots] = [sequence.group.id.gateway for sequence in sequences]
         for slot, sequence, history in zip(slots, sequences, histories, strict=True):
@@ -116,18 +128,3 @@ class SlotTable:
         for row in np.flatnonzero(self.has_stop_set[slots]):
             ends[row] = int(tokens[row]) in self.stop_sets[int(slots[row])]
         return ends
-
-
-def _fields(sequence: Sequence, history: Int32s, computed: int) -> tuple[int, ...]:
-    """A slot's entries in the order of `SlotTable._fields`."""
-    group = sequence.group
-    return (
-        len(history),
-        computed,
-        len(group.prompt),
-        group.end,
-        group.id.request,
-        group.attempt,
-        sequence.sample,
-        NO_TOKEN if group.only_stop is None else group.only_stop,
-    )

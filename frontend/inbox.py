@@ -40,6 +40,7 @@ def _check(message: Tokens, vocab_size: int) -> None:
         raise ProtocolError("tokens.started: not as long as its partners")
     if count and not (int(message.tokens.min()) >= 0 and int(message.tokens.max()) < vocab_size):
         raise ProtocolError("tokens.tokens: an id is outside the vocabulary")
+    message.finishes.validate()
     if message.logprobs is not None:
         _check_logprobs(message.logprobs, count, vocab_size)
     for scores in message.prompt_scores:

@@ -12,7 +12,8 @@ array holds ``[a0, b0, a1, b1, ...]``.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -57,16 +58,10 @@ class Sampling(Message):
     # after bias, masks and penalties, and the slot gets its token with a later plan (beam search).
     candidates: int = 0
 
-    def encode_once(self) -> None:
-        """Call it when the parameters are final: they travel with every admission of a request."""
-        self.__dict__.pop("_made", None)
-        self._fields()
-
-    def _fields(self) -> list[Any]:
-        fields: list[Any] | None = self.__dict__.get("_made")
-        if fields is None:
-            fields = self.__dict__["_made"] = super()._fields()
-        return fields
+    @cached_property
+    def packed(self) -> bytes:
+        """Made once, when the parameters are final: they travel with every admission of a request."""
+        return self.to_bytes()
 
 
 @part
@@ -111,7 +106,7 @@ class Admits(Message):
     block_counts: Int32s = limited(default_factory=int32s)
     blocks: Int32s = limited(default_factory=int32s)
     samples: Int32s = limited(default_factory=int32s)
-    samplings: list[Sampling] = limited(1 << 16, default_factory=list)
+    samplings: list[bytes] = limited(1 << 16, default_factory=list)  # each a `Sampling.packed`
     prompt_logprobs_from: Int32s = limited(default_factory=int32s)
 
     @classmethod
@@ -126,7 +121,7 @@ class Admits(Message):
             block_counts=int32s([len(admit.blocks) for admit in admits]),
             blocks=np.concatenate([int32s(), *(admit.blocks for admit in admits)]),
             samples=int32s([admit.sample for admit in admits]),
-            samplings=[admit.sampling for admit in admits],
+            samplings=[admit.sampling.packed for admit in admits],
             prompt_logprobs_from=int32s([admit.prompt_logprobs_from for admit in admits]),
         )
 
@@ -144,7 +139,7 @@ class Admits(Message):
                 computed=int(self.computed[i]),
                 blocks=blocks[i],
                 sample=int(self.samples[i]),
-                sampling=sampling,
+                sampling=Sampling.from_bytes(sampling, "plan.admits.samplings"),
                 prompt_logprobs_from=int(self.prompt_logprobs_from[i]),
             )
 

@@ -6,8 +6,22 @@ mean something only together with the gateway's incarnation. `attempt` counts ho
 submitted a request; a higher one cancels lower ones.
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
 from octavo.proto.plan import Beams, DrawLogprobs, Sampling
-from octavo.proto.wire import Float32s, Int32s, Message, float32s, int32s, limited, message, part
+from octavo.proto.wire import (
+    Float32s,
+    Int32s,
+    Message,
+    ProtocolError,
+    float32s,
+    int32s,
+    limited,
+    message,
+    part,
+)
 
 # ---------------------------------------------------------------------------------------------
 # Worker <-> control plane. A worker has two DEALER sockets to the control plane's worker port: the
@@ -210,16 +224,65 @@ class GatewayBeat(Message):
     offsets: Int32s = limited(default_factory=int32s)  # tokens received, over all samples
 
 
-@part
-class Finish(Message):
+@dataclass(kw_only=True)
+class Finish:
     """A sample's end. Travels after its last token."""
 
     request: int
     attempt: int
     sample: int
-    reason: str = limited(16)  # "stop" or "length"
+    reason: str  # one of FINISH_REASONS
     stop_token: int | None = None  # the EOS or stop token id that ended it
     score: float | None = None  # of a hypothesis of a beam search
+
+
+FINISH_REASONS = ("stop", "length")
+
+
+@part
+class Finishes(Message):
+    """All endings of an iteration as columns. Iterating gives a `Finish` for each."""
+
+    requests: Int32s = limited(default_factory=int32s)
+    attempts: Int32s = limited(default_factory=int32s)
+    samples: Int32s = limited(default_factory=int32s)
+    reasons: Int32s = limited(default_factory=int32s)  # indices of FINISH_REASONS
+    stop_tokens: list[int | None] = limited(1 << 16, default_factory=list)
+    scores: list[float | None] = limited(1 << 16, default_factory=list)
+
+    @classmethod
+    def of(cls, finishes: Sequence[Finish]) -> Self:
+        """The columns of these endings."""
+        return cls(
+            requests=int32s([finish.request for finish in finishes]),
+            attempts=int32s([finish.attempt for finish in finishes]),
+            samples=int32s([finish.sample for finish in finishes]),
+            reasons=int32s([FINISH_REASONS.index(finish.reason) for finish in finishes]),
+            stop_tokens=[finish.stop_token for finish in finishes],
+            scores=[finish.score for finish in finishes],
+        )
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[Finish]:
+        for i, (stop_token, score) in enumerate(zip(self.stop_tokens, self.scores, strict=True)):
+            yield Finish(
+                request=int(self.requests[i]),
+                attempt=int(self.attempts[i]),
+                sample=int(self.samples[i]),
+                reason=FINISH_REASONS[self.reasons[i]],
+                stop_token=stop_token,
+                score=score,
+            )
+
+    def validate(self) -> None:
+        """Raises ProtocolError if the columns do not fit one another or a reason is unknown."""
+        columns = (self.attempts, self.samples, self.reasons, self.stop_tokens, self.scores)
+        if any(len(column) != len(self) for column in columns):
+            raise ProtocolError("tokens.finishes: the columns differ in length")
+        if not ((self.reasons >= 0) & (self.reasons < len(FINISH_REASONS))).all():
+            raise ProtocolError(f"tokens.finishes.reasons: not in [0, {len(FINISH_REASONS)})")
 
 
 @part
@@ -247,7 +310,7 @@ class Tokens(Message):
     tokens: Int32s = limited(default_factory=int32s)
     logprobs: DrawLogprobs | None = None  # `draws` index into `tokens` of this message
     prompt_scores: list[PromptScores] = limited(1 << 16, default_factory=list)
-    finishes: list[Finish] = limited(1 << 16, default_factory=list)
+    finishes: Finishes = limited(1, default_factory=Finishes)
     # Requests whose first row has just been planned, and how many of their prompt tokens came from
     # the prefix index; parallel arrays.
     started: Int32s = limited(default_factory=int32s)

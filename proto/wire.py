@@ -79,6 +79,16 @@ class Message:
         """The message in `frame`. Raises ProtocolError if it is not one of this class."""
         return unpack(frame, cls)
 
+    def to_bytes(self) -> bytes:
+        """The fields alone, to travel as bytes inside a message."""
+        packed: bytes = msgpack.packb(self._fields())  # type: ignore[no-untyped-call]
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> Self:
+        """The inverse of `to_bytes`. Raises ProtocolError, which names `path`."""
+        return cls._from_fields(_unpacked(data, path), path)
+
     def _fields(self) -> list[Any]:
         return type(self)._encode(self)
 
@@ -102,10 +112,7 @@ def unpack(frame: bytes, *allowed: type[M]) -> M:
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame: {len(frame)} bytes exceed the limit of {MAX_FRAME_BYTES}")
-    try:
-        outer = msgpack.unpackb(frame, raw=False, strict_map_key=True, max_ext_len=0)  # type: ignore
-    except Exception as error:  # msgpack raises many types; all mean the same here
-        raise ProtocolError("frame: not msgpack") from error
+    outer = _unpacked(frame, "frame")
     if not isinstance(outer, list) or len(outer) < 2:
         raise ProtocolError("frame: not an array of version, kind and fields")
     version, kind, *fields = outer
@@ -115,6 +122,13 @@ def unpack(frame: bytes, *allowed: type[M]) -> M:
         if kind == cls.KIND:
             return cls._from_fields(fields, kind)
     raise ProtocolError(f"kind: {kind!r:.40} is not expected here")
+
+
+def _unpacked(data: bytes, path: str) -> Any:
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)  # type: ignore
+    except Exception as error:  # msgpack raises many types; all mean the same here
+        raise ProtocolError(f"{path}: not msgpack") from error
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, limited))

@@ -11,6 +11,7 @@ from octavo.proto.plan import DrawLogprobs
 from octavo.proto.session import (
     Cancel,
     Finish,
+    Finishes,
     GatewayBeat,
     Hello,
     InfoQuery,
@@ -98,4 +99,4 @@ class Driver:
         end = Finish(
             request=submit.request, attempt=submit.attempt, sample=sample, reason=reason, score=score
         )
-        await self.send(Tokens(controlplane=self.incarnation, finishes=[end]))
+        await self.send(Tokens(controlplane=self.incarnation, finishes=Finishes.of([end])))

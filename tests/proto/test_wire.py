@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from octavo.proto import plan as plan_messages
 from octavo.proto import session as session_messages
 from octavo.proto.plan import Admit, Admits, DrawLogprobs, Plan, PromptLogprobs, Result, Sampling
-from octavo.proto.session import Finish, Submit, Tokens
+from octavo.proto.session import Failure, Finish, Finishes, Submit, Tokens
 from octavo.proto.wire import (
     MAX_FRAME_BYTES,
     VERSION,
@@ -86,8 +86,37 @@ def test_tokens_and_results_survive_the_wire() -> None:
     )
     assert equal(Result.unpack(result.pack()), result)
     finish = Finish(request=1, attempt=0, sample=0, reason="stop", stop_token=2)
-    tokens = Tokens(controlplane=3, requests=int32s([1]), tokens=int32s([2]), finishes=[finish])
+    tokens = Tokens(
+        controlplane=3, requests=int32s([1]), tokens=int32s([2]), finishes=Finishes.of([finish])
+    )
     assert equal(Tokens.unpack(tokens.pack()), tokens)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("samples", int32s(), "the columns differ in length"),
+        ("scores", [], "the columns differ in length"),
+        ("reasons", int32s([2]), r"reasons: not in \[0, 2\)"),
+        ("reasons", int32s([-1]), r"reasons: not in \[0, 2\)"),
+    ],
+)
+def test_finishes_that_do_not_fit_are_refused(column: str, value: object, message: str) -> None:
+    finishes = Finishes.of([Finish(request=1, attempt=0, sample=0, reason="length")])
+    finishes.validate()
+    setattr(finishes, column, value)
+    with pytest.raises(ProtocolError, match=message):
+        finishes.validate()
+
+
+def test_finishes_come_out_as_they_went_in() -> None:
+    endings = [
+        Finish(request=3, attempt=1, sample=2, reason="stop", stop_token=7),
+        Finish(request=1, attempt=0, sample=0, reason="length", score=-0.5),
+    ]
+    tokens = Tokens.unpack(Tokens(controlplane=1, finishes=Finishes.of(endings)).pack())
+    assert list(tokens.finishes) == endings
+    assert list(Tokens(controlplane=1).finishes) == []
 
 
 def test_arrays_travel_as_little_endian_int32() -> None:
@@ -126,14 +155,18 @@ def test_frames_over_the_limit_are_refused() -> None:
 
 
 def test_fields_over_their_limit_are_refused() -> None:
-    finish = Finish(request=1, attempt=0, sample=0, reason="x" * 17)
-    with pytest.raises(ProtocolError, match=r"reason: longer than 16"):
-        Tokens.unpack(Tokens(controlplane=1, finishes=[finish]).pack())
+    failure = Failure(controlplane=1, request=1, attempt=0, code="x" * 33, reason="")
+    with pytest.raises(ProtocolError, match=r"code: longer than 32"):
+        Failure.unpack(failure.pack())
     sampling = Sampling(bias_ids=int32s(range(4097)))
     fields = msgpack.unpackb(example_plan().pack())
-    fields[8][8] = [sampling._fields()]
-    with pytest.raises(ProtocolError, match=r"bias_ids: more than 4096 items"):
-        Plan.unpack(msgpack.packb(fields))
+    fields[8][8] = [sampling.packed]
+    plan = Plan.unpack(msgpack.packb(fields))
+    with pytest.raises(ProtocolError, match=r"samplings\.bias_ids: more than 4096 items"):
+        list(plan.admits)
+    plan.admits.samplings = [b"\xc1"]
+    with pytest.raises(ProtocolError, match=r"samplings: not msgpack"):
+        list(plan.admits)
 
 
 @pytest.mark.parametrize(
