@@ -113,6 +113,8 @@ def _open_folder(path: Path, name: str) -> ModelFiles:
     config = _read_json(path / "config.json")
     if config is None:
         raise ModelError(f"{path} has no config.json, so it is not a Hugging Face model folder")
+    if "n_positions" in config:  # as GPT-2 calls it
+        config.setdefault("max_position_embeddings", config["n_positions"])
     for key in ("model_type", "vocab_size", "max_position_embeddings"):
         if key not in config:
             raise ModelError(f"{path / 'config.json'}: `{key}` is missing")

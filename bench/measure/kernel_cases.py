@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.rotary import rotary_table
+from octavo.kernels.reference.rotary import inverse_frequencies, rotary_table
 from octavo.kernels.reference.sampling import DrawParams
 from octavo.kernels.rows import AttentionRows
 from octavo.kernels.table import Kernels
@@ -135,7 +135,7 @@ def _writes(kernels: Kernels, sizes: Sizes, load: Load, tokens: int) -> Iterator
     prepared = kernels.prepare_kv_write(slots, keys)
     heads = torch.randn(tokens, sizes.heads + 2 * sizes.kv_heads, sizes.head_dim)
     new_keys, new_values = torch.randn(2, tokens, sizes.kv_heads, sizes.head_dim)
-    rotations = rotary_table(sizes.head_dim, tokens, 10_000.0)
+    rotations = rotary_table(inverse_frequencies(sizes.head_dim, 10_000.0), tokens)
     size = _tokens(tokens)
     written = 2 * new_keys.numel()
 
@@ -176,7 +176,7 @@ def _pointwise(kernels: Kernels, sizes: Sizes, tokens: int) -> Iterator[Case]:
     weight = torch.ones(sizes.hidden)
     gate_up = torch.randn(tokens, 2 * sizes.intermediate)
     heads = torch.randn(tokens, sizes.heads + sizes.kv_heads, sizes.head_dim)
-    rotations = rotary_table(sizes.head_dim, tokens, 10_000.0)
+    rotations = rotary_table(inverse_frequencies(sizes.head_dim, 10_000.0), tokens)
     size, each = _tokens(tokens), hidden.numel() * _FLOAT
     yield Case("rms_norm", size, lambda _: kernels.rms_norm(hidden, weight, 1e-5), 2 * each)
     yield Case(

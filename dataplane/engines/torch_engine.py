@@ -161,7 +161,8 @@ class TorchEngine:
     def _compute(self, inputs: Inputs) -> Tensor:
         model, key_cache = self._model, self._pools.keys[0]
         state = ForwardState(
-            rotations=model.rotations[inputs.positions].to(self._dtype),
+            positions=inputs.positions,
+            rotations=[table[inputs.positions].to(self._dtype) for table in model.rotations],
             rows=self._kernels.prepare_attention(inputs.rows, key_cache),
             kv_slots=self._kernels.prepare_kv_write(inputs.kv_slots, key_cache),
             key_caches=self._pools.keys,

@@ -1,6 +1,7 @@
 """The parts that model definitions share. They hold weights; the operations come from the table."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from octavo.dataplane.loading.grouped import GroupedMatrix, join
 from octavo.dataplane.loading.weights import Weights
-from octavo.kernels.rows import PLAIN, KvScales
+from octavo.kernels.rows import PLAIN, AttentionForm, KvScales
 from octavo.kernels.table import Kernels
 
 
@@ -17,7 +18,8 @@ from octavo.kernels.table import Kernels
 class ForwardState:
     """What the layers of one forward share."""
 
-    rotations: Tensor  # [num_tokens, head_dim], rows of the rotary table
+    positions: Tensor  # [num_tokens]
+    rotations: list[Tensor]  # each [num_tokens, head_dim], rows of the model's rotary tables
     rows: Any  # of kernels.prepare_attention
     kv_slots: Any  # of kernels.prepare_kv_write
     key_caches: list[Tensor]  # one per layer
@@ -59,12 +61,19 @@ class Linear(nn.Module):
         out_sizes: list[int],
         bias: bool,
         kernels: Kernels,
+        order: Tensor | None = None,
     ) -> "Linear":
-        """The layers of these names. Raises ModelError."""
+        """The layers of these names. Raises ModelError.
+
+        Args:
+            order: of all rows, in place of the one in which the files have them.
+        """
         pairs = list(zip(names, out_sizes, strict=True))
         parts = [weights.take_matrix(f"{name}.weight", (size, in_size)) for name, size in pairs]
         biases = [weights.take(f"{name}.bias", (size,)) for name, size in pairs] if bias else []
-        return cls(parts, biases, kernels)
+        if order is None:
+            return cls(parts, biases, kernels)
+        return cls([_rows(_joined(parts), order)], [torch.cat(biases)[order]] if bias else [], kernels)
 
     def prepare(self) -> None:
         """Lays the weight out for the device it is on. Must be called before `forward`."""
@@ -79,10 +88,20 @@ class RmsNorm(nn.Module):
     """Normalisation before a sub-layer."""
 
     def __init__(
-        self, weights: Weights, name: str, size: int, epsilon: float, kernels: Kernels
+        self,
+        weights: Weights,
+        name: str,
+        size: int,
+        epsilon: float,
+        kernels: Kernels,
+        offset: float = 0.0,
     ) -> None:
+        """
+        Args:
+            offset: what the files leave out of the weights.
+        """
         super().__init__()
-        self.weight = _held(weights.take(f"{name}.weight", (size,)))
+        self.weight = _held(weights.take(f"{name}.weight", (size,)) + offset)
         self._epsilon, self._kernels = epsilon, kernels
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -96,36 +115,103 @@ class RmsNorm(nn.Module):
 class RotaryAttention(nn.Module):
     """Rotates queries and keys, stores the new keys and values, attends over the blocks of each row."""
 
-    def __init__(self, layer: int, head_dim: int, kernels: Kernels) -> None:
+    def __init__(
+        self, layer: int, scale: float, kernels: Kernels, form: AttentionForm = PLAIN, table: int = 0
+    ) -> None:
+        """
+        Args:
+            scale: factor of the scores.
+            table: which of the model's rotary tables the layer turns by.
+        """
         super().__init__()
-        self._layer, self._scale, self._kernels = layer, head_dim**-0.5, kernels
+        self._layer, self._scale, self._kernels = layer, scale, kernels
+        self._form, self._table = form, table
 
     def forward(self, heads: Tensor, state: ForwardState) -> Tensor:
         """``[num_tokens, num_heads, head_dim]`` of queries, keys and values side by side."""
         key_cache, value_cache = state.key_caches[self._layer], state.value_caches[self._layer]
         query = self._kernels.rotary_kv_write(
-            heads, state.rotations, key_cache, value_cache, state.kv_slots, state.kv_scales
+            heads,
+            state.rotations[self._table],
+            key_cache,
+            value_cache,
+            state.kv_slots,
+            state.kv_scales,
         )
         return self._kernels.paged_attention(
-            query, key_cache, value_cache, state.rows, self._scale, PLAIN, state.kv_scales
+            query, key_cache, value_cache, state.rows, self._scale, self._form, state.kv_scales
         )
+
+
+class HeadNorms(nn.Module):
+    """Normalises each head of queries and keys, all by the same weights; values pass."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        head_dim: int,
+        num_kv_heads: int,
+        epsilon: float,
+        kernels: Kernels,
+        offset: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.query = RmsNorm(weights, f"{name}.q_norm", head_dim, epsilon, kernels, offset)
+        self.key = RmsNorm(weights, f"{name}.k_norm", head_dim, epsilon, kernels, offset)
+        self._num_kv_heads = num_kv_heads
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """``[num_tokens, num_heads, head_dim]`` of queries, keys and values side by side."""
+        kv = self._num_kv_heads
+        query, keys = (
+            _normed(heads[:, : -2 * kv], self.query),
+            _normed(heads[:, -2 * kv : -kv], self.key),
+        )
+        return torch.cat((query, keys, heads[:, -kv:]), dim=1)
+
+
+def _normed(heads: Tensor, norm: RmsNorm) -> Tensor:
+    _, num_heads, head_dim = heads.shape
+    normed: Tensor = norm(heads.reshape(-1, head_dim))
+    return normed.view(-1, num_heads, head_dim)
 
 
 class GatedMlp(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+    """``down(activation(gate(x)) * up(x))``, of silu (SwiGLU) or of GELU by its tanh (GeGLU)."""
 
     def __init__(
-        self, weights: Weights, name: str, hidden: int, inner: int, bias: bool, kernels: Kernels
+        self,
+        weights: Weights,
+        name: str,
+        hidden: int,
+        inner: int,
+        bias: bool,
+        kernels: Kernels,
+        fused: bool = False,
+        gelu: bool = False,
     ) -> None:
+        """
+        Args:
+            fused: whether the files have gate and up as one matrix, ``gate_up_proj``.
+            gelu: whether the activation is GELU in place of silu.
+        """
         super().__init__()
-        gate_up = [f"{name}.gate_proj", f"{name}.up_proj"]
-        self.gate_up = Linear.take(weights, gate_up, hidden, [inner, inner], bias, kernels)
+        names = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
+        sizes = [2 * inner] if fused else [inner, inner]
+        gate_up = [f"{name}.{part}" for part in names]
+        self.gate_up = Linear.take(weights, gate_up, hidden, sizes, bias, kernels)
         self.down = Linear.take(weights, [f"{name}.down_proj"], inner, [hidden], bias, kernels)
-        self._kernels = kernels
+        self._activate = partial(_gelu_mul, inner) if gelu else kernels.silu_mul
 
     def forward(self, hidden: Tensor) -> Tensor:
-        down: Tensor = self.down(self._kernels.silu_mul(self.gate_up(hidden)))
+        down: Tensor = self.down(self._activate(self.gate_up(hidden)))
         return down
+
+
+def _gelu_mul(inner: int, gate_up: Tensor) -> Tensor:
+    """``gelu(gate) * up`` for ``[num_tokens, 2 * inner]`` that holds the gates, then the ups."""
+    return F.gelu(gate_up[:, :inner], approximate="tanh") * gate_up[:, inner:]
 
 
 def _joined(parts: list[Matrix]) -> Matrix:
@@ -135,6 +221,10 @@ def _joined(parts: list[Matrix]) -> Matrix:
     grouped = [part for part in parts if isinstance(part, GroupedMatrix)]
     joined = join(grouped) if len(grouped) == len(parts) else None
     return torch.cat([_plain(part) for part in parts]) if joined is None else joined
+
+
+def _rows(matrix: Matrix, order: Tensor) -> Matrix:
+    return matrix.rows(order.numpy()) if isinstance(matrix, GroupedMatrix) else matrix[order]
 
 
 def _plain(matrix: Matrix) -> Tensor:

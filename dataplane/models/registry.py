@@ -4,15 +4,31 @@ from collections.abc import Callable
 
 from octavo.common.modelfiles import ModelError, ModelFiles
 from octavo.dataplane.loading.weights import Weights
-from octavo.dataplane.models.llama import Llama
+from octavo.dataplane.models.gemma3 import gemma3
+from octavo.dataplane.models.gpt2 import gpt2
+from octavo.dataplane.models.llama import llama
+from octavo.dataplane.models.mistral import mistral
+from octavo.dataplane.models.model import Model
+from octavo.dataplane.models.opt import opt
+from octavo.dataplane.models.phi3 import phi3
+from octavo.dataplane.models.qwen2 import qwen2
+from octavo.dataplane.models.qwen3 import qwen3
 from octavo.kernels.table import Kernels
 
-_FAMILIES: dict[str, Callable[[ModelFiles, Weights, Kernels], Llama]] = {
-    "llama": Llama,
+_FAMILIES: dict[str, Callable[[ModelFiles, Weights, Kernels], Model]] = {
+    "gemma3": gemma3,  # as GGUF files call it
+    "gemma3_text": gemma3,
+    "gpt2": gpt2,
+    "llama": llama,
+    "mistral": mistral,
+    "opt": opt,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
 }
 
 
-def family_of(files: ModelFiles) -> Callable[[ModelFiles, Weights, Kernels], Llama]:
+def family_of(files: ModelFiles) -> Callable[[ModelFiles, Weights, Kernels], Model]:
     """The definition of a model's family. Raises ModelError when there is none."""
     family = files.config["model_type"]
     if family not in _FAMILIES:

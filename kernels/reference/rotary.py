@@ -2,17 +2,32 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.kernels.reference.kv_write import kv_write
 from octavo.kernels.rows import KvScales
 
 
-def rotary_table(head_dim: int, max_positions: int, theta: float) -> Tensor:
-    """``[max_positions, head_dim]`` in float32: each position's cosines, then its sines."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    inverse_frequencies = 1.0 / theta**exponents
-    angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+def inverse_frequencies(rotary_dim: int, theta: float) -> Tensor:
+    """``[rotary_dim / 2]`` in float32: radians per position of each pair of dimensions."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    return 1.0 / theta**exponents
+
+
+def rotary_table(
+    frequencies: Tensor, max_positions: int, attention_factor: float = 1.0, num_fixed: int = 0
+) -> Tensor:
+    """``[max_positions, head_dim]`` in float32: each position's cosines, then its sines.
+
+    Args:
+        frequencies: radians per position of each pair that turns.
+        attention_factor: of cosines and sines, so that rotated vectors become longer by it.
+        num_fixed: further pairs, which stay as they are; head_dim is twice the number of all pairs.
+    """
+    angles = torch.outer(torch.arange(max_positions).float(), frequencies)
+    cosines = F.pad(angles.cos() * attention_factor, (0, num_fixed), value=1.0)
+    sines = F.pad(angles.sin() * attention_factor, (0, num_fixed))
+    return torch.cat((cosines, sines), dim=-1)
 
 
 def rotary(heads: Tensor, rotations: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from replay_engine import replay
 
 from octavo.dataplane.plan_loop import Epoch
 from octavo.kernels.table import CPU
-from octavo.proto.plan import Admit, Plan, Result, Sampling
+from octavo.proto.plan import Admit, Admits, Plan, Result, Sampling
 from octavo.proto.session import BeatAnswer, Reset, control_identity, data_identity
 from octavo.proto.wire import int32s
 
@@ -45,7 +45,7 @@ def plans() -> list[Plan]:
     first = Plan(
         epoch=1,
         number=0,
-        admits=[admit],
+        admits=Admits.of([admit]),
         chunk_slots=int32s([0]),
         chunk_lengths=int32s([5]),
         draw_slots=int32s([0]),

@@ -110,7 +110,7 @@ def changed(folder: Path, to: Path, config: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "opt"}, "family 'opt' is not supported"),
+        ({"model_type": "bloom"}, "family 'bloom' is not supported"),
         (
             {"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None},
             "rotary scaling of type 'yarn'",

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from octavo.kernels.reference.rotary import rotary, rotary_table
+from octavo.kernels.reference.rotary import inverse_frequencies, rotary, rotary_table
 from octavo.kernels.rows import KvScales
 from octavo.kernels.table import CPU, REFERENCE, Kernels, kernels_named
 
@@ -139,7 +139,7 @@ def test_fp8_writes_round_and_saturate_as_torch_does(kernels: Kernels) -> None:
 def test_rotating_and_writing_at_once_equals_the_two_apart(kernels: Kernels, fp8: bool) -> None:
     chance = torch.Generator().manual_seed(3)
     heads = torch.randn(5, 6 + 2 * 2, 24, generator=chance)
-    rotations = rotary_table(24, 50, 10_000.0)[torch.tensor([0, 3, 17, 18, 49])]
+    rotations = rotary_table(inverse_frequencies(24, 10_000.0), 50)[torch.tensor([0, 3, 17, 18, 49])]
     slots = torch.tensor([9, -1, 0, 14, 5])
     scales = KvScales(torch.tensor([0.01, 0.3]), torch.tensor([2.0, 0.02])) if fp8 else None
     dtype = E4M3 if fp8 else torch.float32

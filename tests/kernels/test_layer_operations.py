@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_inputs import relative_error
 
-from octavo.kernels.reference.rotary import rotary, rotary_table
+from octavo.kernels.reference.rotary import inverse_frequencies, rotary, rotary_table
 from octavo.kernels.table import CPU, REFERENCE, Kernels, kernels_named
 
 TRITON = kernels_named("triton", "cpu")
@@ -41,7 +41,7 @@ def test_silu_mul(kernels: Kernels) -> None:
 def test_rotary_is_a_rotation_of_complex_numbers() -> None:
     positions, theta, size = torch.tensor([0, 1, 37]), 10_000.0, 8
     heads = torch.randn(3, 2, size, dtype=torch.float64)
-    found = rotary(heads, rotary_table(size, 64, theta)[positions])
+    found = rotary(heads, rotary_table(inverse_frequencies(size, theta), 64)[positions])
     as_complex = torch.complex(heads[..., : size // 2], heads[..., size // 2 :])
     for token, position in enumerate(positions.tolist()):
         for pair in range(size // 2):
@@ -100,7 +100,9 @@ def test_triton_silu_mul(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 64), (5, 80), (3, 96)])
 def test_triton_rotary(heads: int, head_dim: int, dtype: torch.dtype) -> None:
     packed = strided(4, (heads + 2) * head_dim, dtype).view(4, heads + 2, head_dim)
-    rotations = rotary_table(head_dim, 64, 10_000.0)[torch.tensor([0, 1, 37, 63])].to(dtype)
+    rotations = rotary_table(inverse_frequencies(head_dim, 10_000.0), 64)[
+        torch.tensor([0, 1, 37, 63])
+    ].to(dtype)
     found = TRITON.rotary(packed[:, :heads], rotations)
     wanted = REFERENCE.rotary(packed[:, :heads].double(), rotations.double())
     assert relative_error(found, wanted) < LIMITS[dtype]

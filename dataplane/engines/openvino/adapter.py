@@ -115,6 +115,7 @@ def paged_attention(
     rows: RowInputs,
     scale: float,
     num_kv_heads: int,
+    window: int | None = None,
 ) -> ov.Output:
     """Stores keys and values of new tokens, then attends.
 
@@ -122,13 +123,14 @@ def paged_attention(
         query: ``[num_tokens, num_heads * head_dim]``.
         keys, values: ``[num_tokens, num_kv_heads * head_dim]``.
         key_cache, value_cache: from `cache_input`.
+        window: tokens that a query sees, itself included; None: all up to its own.
 
     Returns:
         ``[num_tokens, num_heads * head_dim]``.
     """
     inputs = [query, keys, values, key_cache, value_cache]
     inputs += [rows.context_lens, rows.query_begins, rows.block_indices, rows.block_begins]
-    inputs += [_constant(scale, np.float32), _constant(0, np.int32)]  # sliding window: off
+    inputs += [_constant(scale, np.float32), _constant(window or 0, np.int32)]  # 0: no window
     inputs += [_empty(np.float32)]  # ALiBi slopes
     inputs += [rows.longest]
     inputs += [_empty(np.int32)]  # score aggregation window

@@ -67,7 +67,12 @@ def rotary(heads: Symbol, rotations: Rotations) -> Symbol:
 
 
 def kv_write(
-    keys: Symbol, values: Symbol, key_cache: CacheSymbol, value_cache: CacheSymbol, kv_slots: None
+    keys: Symbol,
+    values: Symbol,
+    key_cache: CacheSymbol,
+    value_cache: CacheSymbol,
+    kv_slots: None,
+    scales: None = None,
 ) -> None:
     """Only notes them: the attention node stores what it gets, at the places that its rows imply."""
     key_cache.new, value_cache.new = keys, values
@@ -96,7 +101,7 @@ def paged_attention(
     form: AttentionForm = PLAIN,
     scales: None = None,
 ) -> Symbol:
-    assert form == PLAIN, "the attention node is given neither a window nor a cap here"
+    assert form.soft_cap is None, "the attention node has no cap of scores"
     keys, values = key_cache.take_new(), value_cache.take_new()
     attended = adapter.paged_attention(
         _flat(query),
@@ -107,6 +112,7 @@ def paged_attention(
         rows,
         scale,
         num_kv_heads=keys.shape[1],
+        window=form.window,
     )
     return Symbol(attended).view(0, *query.shape[1:])
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
+import torch
 from openvino import opset13 as ops
 from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.dataplane.engines.openvino.constants import matrix_constant
 
+_Number = float  # in `Symbol` that name is a method's
 _TO_THE_END = 2**31 - 1
 
 
@@ -43,6 +45,10 @@ class Symbol:
     def __add__(self, other: "Symbol") -> "Symbol":
         return Symbol(ops.add(self.value, other.value))
 
+    def __mul__(self, other: "Symbol | _Number") -> "Symbol":
+        factor = other.value if isinstance(other, Symbol) else ops.constant(np.float32(other))
+        return Symbol(ops.multiply(self.value, factor))
+
     def __getitem__(self, key: "Symbol | slice | tuple[slice, ...]") -> "Symbol":
         """Rows by their indices, or slices without steps of the first dimensions."""
         if isinstance(key, Symbol):
@@ -67,11 +73,27 @@ class Symbol:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> "Symbol":
-        """Functions of torch that models call: only the look-up of embeddings."""
-        if function is not F.embedding:
-            raise NotImplementedError(f"{function} has no node in a graph of OpenVINO")
-        token_ids, weight = args
-        return Symbol(ops.gather(matrix_constant(weight), token_ids.value, integers(0)))
+        """Functions of torch that models call."""
+        if function is F.embedding:
+            token_ids, weight = args
+            return Symbol(ops.gather(matrix_constant(weight), token_ids.value, integers(0)))
+        given = kwargs or {}
+        if function is torch.cat:
+            return Symbol(ops.concat([part.value for part in args[0]], given["dim"]))
+        if function is F.gelu:
+            return Symbol(ops.gelu(args[0].value, given.get("approximate", "erf")))
+        if function is F.relu:
+            return Symbol(ops.relu(args[0].value))
+        if function is F.layer_norm:
+            return _layer_norm(args[0], given["weight"], given["bias"], given["eps"])
+        if function is torch.tanh:
+            return Symbol(ops.tanh(args[0].value))
+        raise NotImplementedError(f"{function} has no node in a graph of OpenVINO")
+
+
+def _layer_norm(hidden: Symbol, weight: Tensor, bias: Tensor, epsilon: float) -> Symbol:
+    normed = ops.mvn(hidden.value, integers([-1]), True, epsilon, "inside_sqrt")
+    return Symbol(ops.add(ops.multiply(normed, held(weight)), held(bias)))
 
 
 class CacheSymbol:

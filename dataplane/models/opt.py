@@ -1,0 +1,77 @@
+"""The OPT family: Zhang et al., "OPT: Open Pre-trained Transformer Language Models", 2022."""
+
+from octavo.common.modelfiles import ModelError, ModelFiles
+from octavo.dataplane.loading.weights import Weights
+from octavo.dataplane.models.config import positive
+from octavo.dataplane.models.layers import Linear
+from octavo.dataplane.models.learned import (
+    LayerNorm,
+    LayerParts,
+    LearnedConfig,
+    LearnedDecoder,
+    LearnedLayer,
+)
+from octavo.kernels.table import Kernels
+
+_EPSILON = 1e-5
+_FIRST_POSITION = 2  # the files have two rows before that of position 0
+# What the family's configurations may set, and the one value of each that is supported here.
+_SUPPORTED = {
+    "do_layer_norm_before": True,
+    "_remove_final_layer_norm": False,
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "tie_word_embeddings": True,
+}
+
+
+def opt(files: ModelFiles, weights: Weights, kernels: Kernels) -> LearnedDecoder:
+    """Raises ModelError for what is missing or not supported."""
+    config = _read(files)
+    size, name = config.hidden_size, "model.decoder"
+    embedding = weights.take_matrix(f"{name}.embed_tokens.weight", (config.vocab_size, size))
+    stored = config.max_positions + _FIRST_POSITION
+    positions = weights.take(f"{name}.embed_positions.weight", (stored, size))[_FIRST_POSITION:]
+    layers = [
+        LearnedLayer(config, n, _parts(f"{name}.layers.{n}", config, weights, kernels), kernels)
+        for n in range(config.num_layers)
+    ]
+    norm = LayerNorm(weights, f"{name}.final_layer_norm", size, _EPSILON)
+    return LearnedDecoder(config, embedding, positions, layers, norm, kernels)
+
+
+def _read(files: ModelFiles) -> LearnedConfig:
+    for key, wanted in _SUPPORTED.items():
+        if files.config.get(key, wanted) != wanted:
+            raise ModelError(f"{files.path}: `{key}` is supported only as {wanted}")
+    hidden = positive(files, "hidden_size")
+    if files.config.get("word_embed_proj_dim", hidden) != hidden:
+        raise ModelError(f"{files.path}: `word_embed_proj_dim` is supported only as hidden_size")
+    config = LearnedConfig(
+        vocab_size=positive(files, "vocab_size"),
+        max_positions=positive(files, "max_position_embeddings"),
+        num_layers=positive(files, "num_hidden_layers"),
+        hidden_size=hidden,
+        inner_size=positive(files, "ffn_dim"),
+        num_heads=positive(files, "num_attention_heads"),
+        norm_epsilon=_EPSILON,
+        activation=files.config.get("activation_function", "relu"),
+    )
+    config.check(files)
+    return config
+
+
+def _parts(name: str, config: LearnedConfig, weights: Weights, kernels: Kernels) -> LayerParts:
+    size, inner, attention = config.hidden_size, config.inner_size, f"{name}.self_attn"
+
+    def linear(names: list[str], in_size: int, out_size: int) -> Linear:
+        return Linear.take(weights, names, in_size, [out_size] * len(names), True, kernels)
+
+    return LayerParts(
+        attention_norm=LayerNorm(weights, f"{name}.self_attn_layer_norm", size, _EPSILON),
+        qkv=linear([f"{attention}.{part}_proj" for part in "qkv"], size, size),
+        out=linear([f"{attention}.out_proj"], size, size),
+        mlp_norm=LayerNorm(weights, f"{name}.final_layer_norm", size, _EPSILON),
+        up=linear([f"{name}.fc1"], size, inner),
+        down=linear([f"{name}.fc2"], inner, size),
+    )
