@@ -124,7 +124,8 @@ def _block_size(register: Register, options: ControlPlaneOptions) -> int:
     if supported and wanted not in supported:
         raise RankRefused(
             f"--block-size {wanted} is not supported by the {register.engine} engine on "
-            f"{register.device}, which takes {', '.join(map(str, supported))}"
+            f"{register.device}, which takes {', '.join(map(str, supported))}: start the worker "
+            f"with --block-size {wanted} too, or with --engine torch, which takes any"
         )
     return wanted
 

@@ -1,4 +1,4 @@
-"""The running service gives the reference outputs, whatever the blocks, chunks and overlap."""
+"""The running service gives the reference outputs, whatever the engine, blocks, chunks and overlap."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -6,45 +6,24 @@ from typing import Any
 
 import grpc
 import pytest
+from engines import ENGINES, OPENVINO, TORCH, EngineCase, matrix, serving
 from service import Service
 from shared_files import golden
 
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
 
-CASES = [(block_size, depth) for block_size in (8, 16, 32) for depth in (1, 2)]
-REPRESENTATIVE = (16, 2)
+CASES = [(engine, depth) for engine in ENGINES for depth in (1, 2)]
+SHORT = [(TORCH[16], 2), (OPENVINO["exact4"], 2)]
 
 
 @pytest.fixture(scope="module")
 def chunked(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    engine: EngineCase, depth: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
-    block_size, depth = request.param
-    options: dict[str, object] = {
-        "block_size": block_size,
-        "pipeline_depth": depth,
-        "prefill_chunk": 16,
-        "max_model_len": 512,
-    }
-    with Service(tmp_path_factory.mktemp("golden") / "log", options) as running:
+    options: dict[str, object] = {"pipeline_depth": depth, "prefill_chunk": 16, "max_model_len": 512}
+    with serving(engine, tmp_path_factory.mktemp("golden") / "log", options) as running:
         yield running
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One case stands for all in the short run; the others belong to the full matrix."""
-    if "chunked" in metafunc.fixturenames:
-        cases = [
-            pytest.param(case, marks=() if case == REPRESENTATIVE else pytest.mark.full)
-            for case in CASES
-        ]
-        metafunc.parametrize(
-            "chunked",
-            cases,
-            indirect=True,
-            scope="module",
-            ids=[f"block{b}-depth{d}" for b, d in CASES],
-        )
 
 
 def ask(stub: Any, line: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -70,6 +49,7 @@ def check(line: dict[str, Any], answer: tuple[list[int], list[float]]) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.parametrize(("engine", "depth"), matrix(CASES, SHORT), scope="module")
 @pytest.mark.parametrize("together", [False, True], ids=["one-by-one", "all-at-once"])
 def test_golden_greedy(chunked: Service, together: bool) -> None:
     lines = golden("greedy")

@@ -132,9 +132,9 @@ def test_errors_are_status_codes_that_name_the_field(
 
 
 def test_prefixes_are_registered_listed_and_given_up(stub: Any) -> None:
-    ids = pb.TokenIds(ids=range(500, 540))
+    ids = pb.TokenIds(ids=range(500, 570))  # two blocks of 32, and six tokens more
     reply = stub.RegisterPrefix(pb.RegisterPrefixRequest(name="a", token_ids=ids), timeout=TIMEOUT)
-    assert (reply.pinned_tokens, reply.pinned_blocks) == (32, 2)
+    assert (reply.pinned_tokens, reply.pinned_blocks) == (64, 2)
     listed = stub.ListPrefixes(pb.ListPrefixesRequest(), timeout=TIMEOUT).prefixes
     assert [(prefix.name, prefix.pinned_blocks) for prefix in listed] == [("a", 2)]
     stub.UnregisterPrefix(pb.UnregisterPrefixRequest(name="a"), timeout=TIMEOUT)
@@ -144,7 +144,7 @@ def test_prefixes_are_registered_listed_and_given_up(stub: Any) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub.RegisterPrefix(pb.RegisterPrefixRequest(name="b", text="short"), timeout=TIMEOUT)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "block of 16" in caught.value.details()
+    assert "block of 32" in caught.value.details()
 
 
 def test_other_calls_check_their_fields(stub: Any) -> None:

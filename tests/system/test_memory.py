@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from asking import Answer, collect, request, stream, whole
+from engines import ENGINES, OPENVINO, TORCH, EngineCase, matrix, serving
 from margins import sampled_margins
 from reference_model import reference_model
 from service import Service, wait_for
@@ -66,36 +67,36 @@ def preemptions(service: Service, kind: str) -> int:
 
 # -- golden greedy under pressure -------------------------------------------------------------------
 
+MODES = ("swap", "recompute")
 PRESSURE = [
-    (mode, block_size, depth)
-    for mode in ("swap", "recompute", "auto")
-    for block_size in (8, 16)
-    for depth in (1, 2)
+    (mode, engine, depth) for mode in (*MODES, "auto") for engine in ENGINES for depth in (1, 2)
 ]
 
 
-@pytest.mark.parametrize(
-    ("mode", "block_size", "depth"),
-    [
-        pytest.param(*case, marks=() if case == ("swap", 16, 2) else pytest.mark.full)
-        for case in PRESSURE
-    ],
-)
-def test_golden_greedy_under_pressure(mode: str, block_size: int, depth: int, tmp_path: Path) -> None:
-    lines = golden("greedy")
-    options: dict[str, object] = {
+def pressed(mode: str, engine: EngineCase, depth: int, tokens: int) -> dict[str, object]:
+    """Options for a device pool of that many tokens, and a CPU pool that takes all that is swapped."""
+    return {
         "preemption": mode,
-        "block_size": block_size,
         "pipeline_depth": depth,
-        "num_kv_blocks": 480 // block_size,
-        "swap_blocks": 2000 // block_size,
-        "prefill_chunk": 64,
+        "num_kv_blocks": tokens // engine.block_size,
+        "swap_blocks": 4000 // engine.block_size,
     }
-    with Service(tmp_path / "log", options) as service:
+
+
+@pytest.mark.parametrize(
+    ("mode", "engine", "depth"),
+    matrix(PRESSURE, [("swap", TORCH[16], 2), ("recompute", OPENVINO["exact4"], 2)]),
+)
+def test_golden_greedy_under_pressure(
+    mode: str, engine: EngineCase, depth: int, tmp_path: Path
+) -> None:
+    lines = golden("greedy")
+    assert len(lines) == 20
+    options = {**pressed(mode, engine, depth, tokens=384), "prefill_chunk": 64}
+    with serving(engine, tmp_path / "log", options) as service:
         answers = together(service, [greedy(line) for line in lines])
         metrics = service.metrics()
-        kinds = ("swap", "recompute")
-        counts = {kind: metrics[f'octavo_preemptions_total{{kind="{kind}"}}'] for kind in kinds}
+        counts = {kind: metrics[f'octavo_preemptions_total{{kind="{kind}"}}'] for kind in MODES}
         service.wait_until_idle()
     assert sum(counts.values()) >= 10, counts
     assert mode == "auto" or counts[mode] >= 10, counts
@@ -120,23 +121,38 @@ def check_beams(line: dict[str, Any], answer: Answer) -> None:
     assert scores == pytest.approx(line["scores"], abs=1e-3)
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_golden_beam_search(depth: int, tmp_path: Path) -> None:
-    with Service(tmp_path / "log", {"pipeline_depth": depth}) as service:
-        lines = golden("beam")
+@pytest.mark.parametrize(
+    ("engine", "depth"),
+    matrix(
+        [(engine, depth) for engine in ENGINES for depth in (1, 2)],
+        [(TORCH[16], 2), (OPENVINO["exact4"], 2)],
+    ),
+)
+def test_golden_beam_search(engine: EngineCase, depth: int, tmp_path: Path) -> None:
+    lines = golden("beam")
+    assert len(lines) == 20
+    options: dict[str, object] = {"pipeline_depth": depth, "prefill_chunk": 16}
+    with serving(engine, tmp_path / "log", options) as service:
         for line, answer in zip(lines, together(service, [beam(x) for x in lines]), strict=True):
             check_beams(line, answer)
         service.wait_until_idle()
 
 
-@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.full)])
-def test_golden_beam_search_under_pressure(mode: str, tmp_path: Path) -> None:
-    options: dict[str, object] = {"preemption": mode, "num_kv_blocks": 48, "swap_blocks": 200}
-    with Service(tmp_path / "log", options) as service:
-        lines = golden("beam")[:12]
+@pytest.mark.parametrize(
+    ("mode", "engine", "depth"),
+    matrix(
+        [(mode, engine, depth) for mode in MODES for engine in ENGINES for depth in (1, 2)],
+        [("swap", TORCH[16], 2), ("swap", OPENVINO["exact4"], 2)],
+    ),
+)
+def test_golden_beam_search_under_pressure(
+    mode: str, engine: EngineCase, depth: int, tmp_path: Path
+) -> None:
+    lines = golden("beam")
+    with serving(engine, tmp_path / "log", pressed(mode, engine, depth, tokens=768)) as service:
         for line, answer in zip(lines, together(service, [beam(x) for x in lines]), strict=True):
             check_beams(line, answer)
-        assert preemptions(service, mode) >= 5
+        assert preemptions(service, mode) >= 10
         service.wait_until_idle()
 
 
@@ -225,9 +241,17 @@ def test_beam_search_with_two_eos_ids(
 # -- one roomy service for the rest -----------------------------------------------------------------
 
 
+@pytest.fixture(
+    scope="module", params=matrix([(TORCH[16],), (OPENVINO["exact4"],)], short=[(TORCH[16],)])
+)
+def engine(request: pytest.FixtureRequest) -> Any:
+    """The engine of the roomy service; tests of several engines give their own."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with Service(tmp_path_factory.mktemp("roomy") / "log", {"block_size": 16}) as running:
+def roomy(engine: EngineCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with serving(engine, tmp_path_factory.mktemp("roomy") / "log", {}) as running:
         yield running
 
 
@@ -244,7 +268,7 @@ def check_margins(index: int, seed: int, answer: Answer) -> None:
 
 
 def test_seeded_samples_are_the_same_in_every_company(
-    roomy: Service, tmp_path_factory: pytest.TempPathFactory
+    engine: EngineCase, roomy: Service, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     alone = {}
     for index, seed in SEEDED:
@@ -256,15 +280,10 @@ def test_seeded_samples_are_the_same_in_every_company(
     answers = together(roomy, [*messages, *crowd])
     for (index, _), answer in zip(SEEDED, answers, strict=False):
         assert answer.values() == alone[index].values()
-    for mode in ("swap", "recompute"):
-        folder = tmp_path_factory.mktemp(mode)
-        options: dict[str, object] = {
-            "preemption": mode,
-            "block_size": 8,
-            "num_kv_blocks": 24,
-            "swap_blocks": 200,
-        }
-        with Service(folder / "log", options) as small:
+    smaller = TORCH[8] if engine.engine == "torch" else engine
+    for mode in MODES:
+        options = pressed(mode, smaller, depth=2, tokens=192)
+        with serving(smaller, tmp_path_factory.mktemp(mode) / "log", options) as small:
             answers = together(small, messages)
             assert preemptions(small, mode) >= 1
             small.wait_until_idle()
@@ -272,9 +291,9 @@ def test_seeded_samples_are_the_same_in_every_company(
             assert answer.values() == alone[index].values()
 
 
-def test_every_kind_in_one_batch(roomy: Service) -> None:
+def test_every_kind_in_one_batch(engine: EngineCase, roomy: Service) -> None:
     lines, beams = golden("greedy"), golden("beam")
-    system = lines[3]["prompt_token_ids"] * 2
+    system = lines[3]["prompt_token_ids"] * 6
     stub = stub_of(roomy)
     messages = [
         greedy(lines[0]),
@@ -286,7 +305,7 @@ def test_every_kind_in_one_batch(roomy: Service) -> None:
     pinned = stub.RegisterPrefix(
         pb.RegisterPrefixRequest(name="system", token_ids=pb.TokenIds(ids=system)), timeout=60
     )
-    assert pinned.pinned_blocks == len(system) // 16
+    assert pinned.pinned_blocks == len(system) // engine.block_size > 1
     alone = [stream(stub, message) for message in messages]
     mixed = together(roomy, messages)
     assert [answer.values() for answer in mixed] == [answer.values() for answer in alone]
@@ -305,20 +324,23 @@ def prefilled(service: Service) -> int:
     return int(service.metrics()['octavo_scheduled_tokens_total{kind="prefill"}'])
 
 
-@pytest.mark.parametrize("length", [47, 48, 49])
-def test_a_second_identical_prompt_computes_only_what_is_new(roomy: Service, length: int) -> None:
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+def test_a_second_identical_prompt_computes_only_what_is_new(
+    engine: EngineCase, roomy: Service, beside: int
+) -> None:
+    length = 3 * engine.block_size + beside
     prompt = [1000 + length + 7 * index for index in range(length)]
     stub = stub_of(roomy)
     message = request(prompt, temperature=0.0, max_tokens=8)
     first, before = stream(stub, message), prefilled(roomy)
     second = stream(stub, message)
-    found = (length - 1) // 16 * 16  # at least one token is computed
+    found = (length - 1) // engine.block_size * engine.block_size  # at least one token is computed
     assert prefilled(roomy) - before == length - found
     assert first.values() == second.values()
     assert second.counts == (length, found, 8)
 
 
-def test_the_next_turn_of_a_chat_computes_only_what_is_new(roomy: Service) -> None:
+def test_the_next_turn_of_a_chat_computes_only_what_is_new(engine: EngineCase, roomy: Service) -> None:
     stub = stub_of(roomy)
     first = [pb.ChatMessage(role="user", content="Name three rivers and tell me where they flow.")]
     sampling = pb.SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -335,8 +357,9 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new(roomy: Service) -> No
     second = collect(stub.Generate(message))
     prompt_tokens, cached, _ = second.counts
     assert prefilled(roomy) - before == prompt_tokens - cached
-    # What the first turn computed and the second repeats: its prompt, and most of its answer.
-    assert cached >= answer.counts[0] + 16
+    # What the first turn computed and the second repeats: prompt, and answer but for the last token.
+    repeated = answer.counts[0] + answer.counts[2] - 1
+    assert cached == repeated // engine.block_size * engine.block_size > answer.counts[0]
 
 
 # -- penalties --------------------------------------------------------------------------------------

@@ -157,6 +157,36 @@ def test_a_pool_too_small_for_one_sequence(
     assert "the worker exited with status 1" in text
 
 
+def test_an_engine_refuses_a_block_size_that_it_cannot_take(
+    tmp_path: Path, ports: dict[str, object]
+) -> None:
+    text = fails("serve", {**ports, "engine": "openvino", "block_size": 16}, tmp_path / "log")
+    assert "--engine openvino: it takes blocks of 32 tokens, and --block-size is 16" in text
+    assert "the worker exited with status 1" in text
+
+
+@pytest.mark.parametrize(
+    "remedy",
+    [
+        pytest.param({"block_size": 16}, id="same-block-size"),
+        pytest.param({"engine": "torch"}, id="torch", marks=pytest.mark.full),
+    ],
+)
+def test_a_worker_that_cannot_take_its_gang_s_block_size_is_told_what_to_do(
+    remedy: dict[str, object], tmp_path: Path, ports: dict[str, object]
+) -> None:
+    options = pick(ports, "worker_port", "worker_probe_port")
+    log = tmp_path / "controlplane"
+    with running("controlplane", {**controlplane_ports(ports), "block_size": 16}, log):
+        text = fails("worker", options, tmp_path / "refused")
+        assert "--block-size 16 is not supported by the openvino engine on cpu, which takes 32" in text
+        assert "start the worker with --block-size 16 too, or with --engine torch" in text
+        with running("worker", {**options, **remedy}, tmp_path / "worker"):
+            probe = f"http://127.0.0.1:{ports['worker_probe_port']}"
+            wait_for(lambda: get(f"{probe}/ready")[0] == 200, "the worker serves", 60)
+        assert "torch engine on cpu" in log.read_text()
+
+
 def test_a_worker_without_control_plane_waits_and_says_so(
     tmp_path: Path, ports: dict[str, object]
 ) -> None:
