@@ -43,6 +43,8 @@ _VARIANTS = {
     "exact 4-bit, f32": "--engine openvino --quantization exact4 --kv-dtype float32",
     "f32, f16": "--engine openvino --quantization none --kv-dtype float16",
     "f32, u8": "--engine openvino --quantization none --kv-dtype uint8",
+    "int8, int8 activations, f32": "--engine openvino --quantization int8 --activations int8",
+    "exact 4-bit, int8 activations, f32": "--engine openvino --quantization exact4 --activations int8",
     "int8, u8": "--engine openvino --quantization int8 --kv-dtype uint8",
     "exact 4-bit, u8": "--engine openvino --quantization exact4 --kv-dtype uint8",
 }

@@ -41,6 +41,12 @@ class WorkerOptions:
         "the 4-bit values of a GGUF file; auto is exact4 where the file has them, else none",
         choices=("auto", "none", "int8", "exact4"),
     )
+    activations: str = option(
+        "float32",
+        "what the OpenVINO engine multiplies int8 and 4-bit weights with: float32, or int8, rounded in "
+        "groups of 32 as it goes, which is faster and less exact",
+        choices=("float32", "int8"),
+    )
     kv_dtype: str = option(
         "auto",
         "type of the KV cache: float16 and uint8 are of the OpenVINO engine, fp8 (e4m3) of the torch "

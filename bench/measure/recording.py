@@ -15,6 +15,7 @@ from octavo.proto.wire import MAX_FRAME_BYTES, ProtocolError, unpack
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
+_IN_FLIGHT = 2  # plans that may be without a result at any time
 _POLL_MS = 100  # how soon the forwarder sees that it shall stop
 
 
@@ -46,13 +47,19 @@ class Recording:
         return cls(reset, plans, results, first)
 
     def unpack(self) -> tuple[Reset, list[Plan], list[Result]]:
-        """The messages. Raises ProtocolError, and RecordingError unless each plan has its result."""
+        """The messages, without the plans that were in flight when the recording ended.
+
+        Raises ProtocolError, and RecordingError unless each other plan has its result.
+        """
         plans = [Plan.unpack(frame) for frame in self.plans]
         results = [Result.unpack(frame) for frame in self.results]
         numbers = list(range(len(plans)))
-        if [p.number for p in plans] != numbers or [r.number for r in results] != numbers:
+        answered = len(results)
+        if [p.number for p in plans] != numbers or [r.number for r in results] != numbers[:answered]:
             raise RecordingError("plans and results are not numbered 0, 1, 2, ...: the run had faults")
-        return Reset.unpack(self.reset), plans, results
+        if len(plans) - answered > _IN_FLIGHT:
+            raise RecordingError(f"only {answered} of {len(plans)} plans have results")
+        return Reset.unpack(self.reset), plans[:answered], results
 
 
 class Forwarder(threading.Thread):

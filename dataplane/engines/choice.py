@@ -77,8 +77,10 @@ def _load_openvino(files: ModelFiles, options: WorkerOptions) -> tuple[Engine, s
     packing = choose_packing(files, options.quantization)
     kv_dtype = "float32" if options.kv_dtype == "auto" else options.kv_dtype
     threads = options.threads or available_cpus()
+    rounds = options.activations == "int8"
     what = f"OpenVINO engine: weights {packing}, KV cache {kv_dtype}, {threads} threads"
-    return OpenVinoEngine(files, packing, kv_dtype, threads), what
+    what += ", activations int8" if rounds else ""
+    return OpenVinoEngine(files, packing, kv_dtype, threads, rounds), what
 
 
 def choose_packing(files: ModelFiles, quantization: str) -> str:
@@ -119,6 +121,8 @@ def _load_torch(
     wants = "is for the OpenVINO engine, and the torch engine is taken"
     if options.quantization not in ("auto", "none"):
         raise EngineError(f"--quantization {options.quantization} {wants} ({reason})")
+    if options.activations != "float32":
+        raise EngineError(f"--activations {options.activations} {wants} ({reason})")
     kv_fp8 = options.kv_dtype == "fp8"
     if not kv_fp8 and options.kv_dtype not in ("auto", dtype):
         raise EngineError(f"--kv-dtype {options.kv_dtype} {wants} ({reason})")

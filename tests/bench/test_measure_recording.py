@@ -87,9 +87,18 @@ def test_a_file_brings_a_recording_back(recording: Recording, tmp_path: Path) ->
 
 
 def test_a_recording_with_a_gap_is_refused(recording: Recording) -> None:
-    gap = Recording(recording.reset, recording.plans, recording.results[:-1])
+    gap = Recording(recording.reset, recording.plans, recording.results[1:])
     with pytest.raises(RecordingError, match="the run had faults"):
         gap.unpack()
+    short = Recording(recording.reset, recording.plans, recording.results[:2])
+    with pytest.raises(RecordingError, match="only 2 of 5 plans have results"):
+        short.unpack()
+
+
+def test_plans_in_flight_at_the_end_are_left_out(recording: Recording) -> None:
+    ended = Recording(recording.reset, recording.plans, recording.results[:3])
+    _, plans, results = ended.unpack()
+    assert [plan.number for plan in plans] == [result.number for result in results] == [0, 1, 2]
 
 
 def test_a_replay_draws_the_recorded_tokens(recording: Recording) -> None:

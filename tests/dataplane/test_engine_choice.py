@@ -83,6 +83,10 @@ def test_an_asked_for_engine_is_taken(files: ModelFiles) -> None:
             {"engine": "torch", "quantization": "int8"},
             r"--quantization int8 is for the OpenVINO engine",
         ),
+        (
+            {"engine": "torch", "activations": "int8"},
+            r"--activations int8 is for the OpenVINO engine",
+        ),
         ({"block_size": 8, "kv_dtype": "uint8"}, r"--kv-dtype uint8 is .* --block-size is 8"),
         ({"quantization": "exact4"}, r"--quantization exact4: .* has no Q4_0 or Q4_1 weights"),
     ],

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from forwards import SIZE, batch_of_rows
@@ -15,7 +16,7 @@ from octavo.common.modelfiles import open_model
 from octavo.dataplane.engine import EngineError
 from octavo.dataplane.engines.openvino.engine import OpenVinoEngine
 from octavo.dataplane.engines.torch_engine import TorchEngine
-from octavo.proto.plan import Sampling
+from octavo.proto.plan import Result, Sampling
 from octavo.proto.wire import int32s
 
 RAW = Sampling(temperature=0.0, logprobs=VOCAB)
@@ -317,3 +318,32 @@ def quiet_afterwards(fast: OpenVinoEngine) -> Iterator[None]:
     """The pools of the shared engine go when the module is done."""
     yield
     fast.make_pools(1, SIZE, 0)
+
+
+# -- activations in int8 ----------------------------------------------------------------------------
+
+
+def test_rounded_activations_stay_close_and_know_no_neighbours(model_folder: Path) -> None:
+    files = open_model(str(model_folder))
+    plain = OpenVinoEngine(files, "int8", "float32", threads=1)
+    rounded = OpenVinoEngine(files, "int8", "float32", threads=1, round_activations=True)
+    found = {}
+    for name, engine in (("plain", plain), ("rounded", rounded)):
+        maker = PlanMaker(engine, SIZE)
+        alone = maker.prefill(maker.admit(0, prompt_of(40), 60, RAW))
+        company = [maker.admit(slot, prompt_of(30 + slot, slot), 60, RAW) for slot in (1, 2)]
+        together = maker.prefill(maker.admit(3, prompt_of(40), 60, RAW), *company)
+        found[name] = [logprobs_of(alone, 0), logprobs_of(together, 0)]
+    assert np.allclose(*found["rounded"], atol=1e-4)
+    gap = np.abs(found["rounded"][0] - found["plain"][0]).max()
+    assert 1e-6 < gap < 0.2
+
+
+def logprobs_of(result: Result, draw: int) -> npt.NDArray[np.float32]:
+    """All log-probabilities of a draw, by token id."""
+    asked = result.draw_logprobs
+    assert asked is not None
+    part = slice(draw * VOCAB, (draw + 1) * VOCAB)
+    values = np.empty(VOCAB, dtype=np.float32)
+    values[asked.top_ids[part]] = asked.top_logprobs[part]
+    return values

@@ -161,8 +161,14 @@ def _empty(dtype: npt.DTypeLike, *shape: int) -> ov.Output:
     return ops.constant(np.zeros(shape or (0,), dtype)).output(0)
 
 
-def compile_model(model: ov.Model, kv_format: KvFormat, threads: int) -> ov.CompiledModel:
-    """For CPUs, in float32 throughout: activations are never rounded to fewer bits.
+def compile_model(
+    model: ov.Model, kv_format: KvFormat, threads: int, round_activations: bool
+) -> ov.CompiledModel:
+    """For CPUs, in float32 throughout but for what is asked for.
+
+    Args:
+        round_activations: what meets small integers is rounded to int8, each group of 32 of a row by
+            itself, so that a row does not depend on its neighbours.
 
     Raises:
         UnusableError: this CPU or this version cannot run the graph.
@@ -174,7 +180,7 @@ def compile_model(model: ov.Model, kv_format: KvFormat, threads: int) -> ov.Comp
         "ENABLE_CPU_PINNING": "NO",  # two workers of a machine would be pinned to the same cores
         "INFERENCE_PRECISION_HINT": "f32",
         "KV_CACHE_PRECISION": kv_format.hint,
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": "32" if round_activations else "0",
     }
     try:
         return ov.Core().compile_model(model, "CPU", settings)

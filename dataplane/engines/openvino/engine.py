@@ -28,12 +28,20 @@ from octavo.dataplane.models.registry import family_of
 class OpenVinoEngine:
     """Implements `octavo.dataplane.engine.Engine`."""
 
-    def __init__(self, files: ModelFiles, packing: str, kv_dtype: str, threads: int) -> None:
+    def __init__(
+        self,
+        files: ModelFiles,
+        packing: str,
+        kv_dtype: str,
+        threads: int,
+        round_activations: bool = False,
+    ) -> None:
         """Loads the weights and compiles the graphs.
 
         Args:
             packing: of the weights, as `open_weights` takes it.
             kv_dtype: of the caches, one of `KV_FORMATS`.
+            round_activations: whether what meets small integers becomes int8.
 
         Raises:
             ModelError: the model cannot be used.
@@ -45,8 +53,11 @@ class OpenVinoEngine:
             if isinstance(module, Linear):
                 module.prepare()
         self._config, self._format = model.config, KV_FORMATS[kv_dtype]
-        self._body = compile_model(body_of(model), self._format, threads)
-        self._head = compile_model(head_of(model), self._format, threads).create_infer_request()
+        compiled = [
+            compile_model(graph, self._format, threads, round_activations)
+            for graph in (body_of(model), head_of(model))
+        ]
+        self._body, self._head = compiled[0], compiled[1].create_infer_request()
         self._pools = self._swap = self._make(0)
         self._request = self._bind(self._pools)
 
