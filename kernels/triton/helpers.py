@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.rows import KvScales
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # An e4m3 number's bits in the place of a float16's stand for 2^-8 of it: the exponents' biases differ.
@@ -27,6 +29,12 @@ def check_inner(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name}: the last dimension must be contiguous")
+
+
+def check_scales(cache: Tensor, scales: KvScales | None) -> None:
+    """Raises ValueError for an fp8 cache without scales, or another one with some."""
+    if (cache.dtype is torch.float8_e4m3fn) != (scales is not None):
+        raise ValueError("an fp8 cache needs scales, and no other cache has any")
 
 
 def bytes_if_fp8(cache: Tensor) -> Tensor:

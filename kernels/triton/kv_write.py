@@ -1,12 +1,18 @@
 """Writing keys and values of new tokens into the paged cache, alone or with the rotary embedding."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.rows import KvScales
-from octavo.kernels.triton.helpers import bytes_if_fp8, check_inner, padded, store_cached, warps_for
+from octavo.kernels.triton.helpers import (
+    bytes_if_fp8,
+    check_inner,
+    check_scales,
+    padded,
+    store_cached,
+    warps_for,
+)
 
 
 @triton.jit
@@ -68,8 +74,7 @@ def kv_write(
 ) -> None:
     """The same as the reference's. Raises ValueError for a layout that the kernel does not take."""
     check_inner(keys=keys, values=values, key_cache=key_cache, value_cache=value_cache)
-    if (key_cache.dtype is torch.float8_e4m3fn) != (scales is not None):
-        raise ValueError("an fp8 cache needs scales, and no other cache has any")
+    check_scales(key_cache, scales)
     num_tokens, num_heads, head_dim = keys.shape
     if not num_tokens:
         return

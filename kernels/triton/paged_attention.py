@@ -20,6 +20,7 @@ from octavo.kernels.triton.attention_tile import attend_tile, first_seen, head_o
 from octavo.kernels.triton.helpers import (
     bytes_if_fp8,
     check_inner,
+    check_scales,
     first_item,
     padded_head,
     row_of_item,
@@ -175,5 +176,4 @@ def _check(query: Tensor, key_cache: Tensor, value_cache: Tensor, scales: KvScal
         raise ValueError(
             f"caches of {key_cache.dtype} and {value_cache.dtype} for {query.dtype} queries"
         )
-    if fp8 != (scales is not None):
-        raise ValueError("an fp8 cache needs scales, and no other cache has any")
+    check_scales(key_cache, scales)

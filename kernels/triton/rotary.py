@@ -6,7 +6,14 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.rows import KvScales
-from octavo.kernels.triton.helpers import bytes_if_fp8, check_inner, padded, store_cached, warps_for
+from octavo.kernels.triton.helpers import (
+    bytes_if_fp8,
+    check_inner,
+    check_scales,
+    padded,
+    store_cached,
+    warps_for,
+)
 from octavo.kernels.triton.kv_write import write_heads
 
 
@@ -133,8 +140,7 @@ def rotary_kv_write(
 ) -> Tensor:
     """The same as the reference's. Raises ValueError for a layout that the kernel does not take."""
     check_inner(heads=heads, key_cache=key_cache, value_cache=value_cache)
-    if (key_cache.dtype is torch.float8_e4m3fn) != (scales is not None):
-        raise ValueError("an fp8 cache needs scales, and no other cache has any")
+    check_scales(key_cache, scales)
     num_tokens, all_heads, head_dim = heads.shape
     num_kv_heads = key_cache.shape[1]
     num_heads = all_heads - 2 * num_kv_heads

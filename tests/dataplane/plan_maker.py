@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import torch
 
 from octavo.dataplane.engine import Engine
 from octavo.dataplane.runner import Runner
@@ -77,3 +78,17 @@ class PlanMaker:
         """`count` decode steps of several slots: the tokens of each slot."""
         steps = [self.run(decode_slots=slots).tokens.tolist() for _ in range(count)]
         return [list(column) for column in zip(*steps, strict=True)]
+
+
+def distribution(result: Result, draw: int) -> torch.Tensor:
+    """All log-probabilities of a draw that asked for the whole vocabulary, by token id."""
+    found = result.draw_logprobs
+    assert found is not None
+    index = found.draws.tolist().index(draw)
+    begin = int(found.top_counts[:index].sum())
+    part = slice(begin, begin + int(found.top_counts[index]))
+    values = torch.empty(len(found.top_ids[part]))
+    values[torch.from_numpy(found.top_ids[part].astype(np.int64))] = torch.tensor(
+        found.top_logprobs[part]
+    )
+    return values

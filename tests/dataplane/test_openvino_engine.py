@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from forwards import SIZE, batch_of_rows
-from plan_maker import PlanMaker
+from plan_maker import PlanMaker, distribution
 from tiny_llama import VOCAB, hf_greedy, hf_logits, prompt_of, save_tiny_llama, tiny_llama
 from transformers import LlamaForCausalLM
 
@@ -16,7 +15,7 @@ from octavo.common.modelfiles import open_model
 from octavo.dataplane.engine import EngineError
 from octavo.dataplane.engines.openvino.engine import OpenVinoEngine
 from octavo.dataplane.engines.torch_engine import TorchEngine
-from octavo.proto.plan import Result, Sampling
+from octavo.proto.plan import Sampling
 from octavo.proto.wire import int32s
 
 RAW = Sampling(temperature=0.0, logprobs=VOCAB)
@@ -44,12 +43,8 @@ def test_distributions_equal_hugging_face(
     result = maker.prefill(maker.admit(0, prompt, length + 4, RAW))
     tokens = list(prompt)
     for _ in range(4):
-        found = result.draw_logprobs
-        assert found is not None
-        logprobs = torch.empty(VOCAB)
-        logprobs[torch.from_numpy(found.top_ids.astype(np.int64))] = torch.tensor(found.top_logprobs)
         wanted = torch.log_softmax(hf_logits(hf_model, tokens)[-1], dim=-1)
-        assert torch.allclose(logprobs, wanted, atol=2e-5)
+        assert torch.allclose(distribution(result, 0), wanted, atol=2e-5)
         tokens.append(int(result.tokens[0]))
         result = maker.run(decode_slots=[0])
 
@@ -333,17 +328,7 @@ def test_rounded_activations_stay_close_and_know_no_neighbours(model_folder: Pat
         alone = maker.prefill(maker.admit(0, prompt_of(40), 60, RAW))
         company = [maker.admit(slot, prompt_of(30 + slot, slot), 60, RAW) for slot in (1, 2)]
         together = maker.prefill(maker.admit(3, prompt_of(40), 60, RAW), *company)
-        found[name] = [logprobs_of(alone, 0), logprobs_of(together, 0)]
+        found[name] = [distribution(alone, 0).numpy(), distribution(together, 0).numpy()]
     assert np.allclose(*found["rounded"], atol=1e-4)
     gap = np.abs(found["rounded"][0] - found["plain"][0]).max()
     assert 1e-6 < gap < 0.2
-
-
-def logprobs_of(result: Result, draw: int) -> npt.NDArray[np.float32]:
-    """All log-probabilities of a draw, by token id."""
-    asked = result.draw_logprobs
-    assert asked is not None
-    part = slice(draw * VOCAB, (draw + 1) * VOCAB)
-    values = np.empty(VOCAB, dtype=np.float32)
-    values[asked.top_ids[part]] = asked.top_logprobs[part]
-    return values

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from plan_maker import GREEDY, PlanMaker
+from plan_maker import GREEDY, PlanMaker, distribution
 from tiny_llama import hf_greedy, hf_logits, prompt_of
 from transformers import LlamaForCausalLM
 
@@ -12,25 +12,11 @@ from octavo.common.modelfiles import open_model
 from octavo.dataplane.engines.torch_engine import TorchEngine
 from octavo.dataplane.slots import PlanError
 from octavo.kernels.table import REFERENCE
-from octavo.proto.plan import Result, Sampling
+from octavo.proto.plan import Sampling
 from octavo.proto.wire import int32s
 
 CPU_BLOCKS = (9, 3, 0, 5)
 RAW = Sampling(temperature=0.0, logprobs=300)  # the whole distribution comes back
-
-
-def distribution(result: Result, draw: int) -> torch.Tensor:
-    """All log-probabilities of a draw, by token id."""
-    found = result.draw_logprobs
-    assert found is not None
-    index = found.draws.tolist().index(draw)
-    begin = int(found.top_counts[:index].sum())
-    part = slice(begin, begin + int(found.top_counts[index]))
-    values = torch.empty(300)
-    values[torch.from_numpy(found.top_ids[part].astype(np.int64))] = torch.tensor(
-        found.top_logprobs[part]
-    )
-    return values
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
