@@ -9,10 +9,11 @@ import pytest
 
 
 def shared(name: str) -> Path:
-    """The file `name` of the reference data; skips the test when the data is not there."""
+    """A file of the reference data; where it is not there, skips the test or the module that asks."""
     root = Path(os.environ.get("OCTAVO_SHARED", Path(__file__).resolve().parents[2] / "shared"))
     if not (root / name).exists():
-        pytest.skip(f"reference data {name} is not at {root}: set OCTAVO_SHARED to its folder")
+        reason = f"reference data {name} is not at {root}: set OCTAVO_SHARED to its folder"
+        pytest.skip(reason, allow_module_level=True)  # modules read it, too
     return root / name
 
 
