@@ -18,8 +18,16 @@ SHORT = [(TORCH[16], 2), (OPENVINO["exact4"], 2)]
 
 
 @pytest.fixture(scope="module")
+def lines() -> list[dict[str, Any]]:
+    return golden("greedy")
+
+
+@pytest.fixture(scope="module")
 def chunked(
-    engine: EngineCase, depth: int, tmp_path_factory: pytest.TempPathFactory
+    lines: list[dict[str, Any]],  # no service is started where they are not there
+    engine: EngineCase,
+    depth: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Service]:
     options: dict[str, object] = {"pipeline_depth": depth, "prefill_chunk": 16, "max_model_len": 512}
     with serving(engine, tmp_path_factory.mktemp("golden") / "log", options) as running:
@@ -51,8 +59,7 @@ def check(line: dict[str, Any], answer: tuple[list[int], list[float]]) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize(("engine", "depth"), matrix(CASES, SHORT), scope="module")
 @pytest.mark.parametrize("together", [False, True], ids=["one-by-one", "all-at-once"])
-def test_golden_greedy(chunked: Service, together: bool) -> None:
-    lines = golden("greedy")
+def test_golden_greedy(lines: list[dict[str, Any]], chunked: Service, together: bool) -> None:
     assert len(lines) == 20
     with grpc.insecure_channel(chunked.target) as channel:
         stub = pb_grpc.GenerationStub(channel)
