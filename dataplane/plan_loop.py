@@ -166,8 +166,6 @@ class PlanLoop:
 
     def _run_plan(self, epoch: Epoch, plan: Plan, arrived: float) -> None:
         """Starts a plan, beside the one that is under way if that is possible."""
-        if self._started is not None and not epoch.runner.can_start(plan):
-            self._complete()
         try:
             under_way = self._start(epoch, plan)
         except Exception as error:
@@ -187,6 +185,8 @@ class PlanLoop:
         if plan.number != epoch.next_plan:
             raise PlanError(f"its number is wrong: {epoch.next_plan} comes next")
         plan.validate(reset.num_slots, reset.num_blocks, reset.num_cpu_blocks)
+        if self._started is not None and not epoch.runner.can_start(plan):
+            self._complete()
         return epoch.runner.start(plan)
 
     def _complete(self) -> None:
