@@ -16,6 +16,9 @@ class ControlPlaneOptions:
     controlplane_probe_port: int = option(
         7463, "port of the control plane's /health, /ready and /metrics", minimum=1, maximum=65535
     )
+    tensor_parallel: int = option(
+        1, "workers of a gang, which share one copy of the model", minimum=1, maximum=64
+    )
     block_size: int | None = option(
         None, "tokens per KV block; by default what the worker prefers", minimum=1, maximum=256
     )

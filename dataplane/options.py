@@ -19,6 +19,18 @@ class WorkerOptions:
     worker_probe_port: int = option(
         7464, "port of the worker's /health, /ready and /metrics", minimum=1, maximum=65535
     )
+    tensor_parallel: int = option(
+        1, "workers of a gang, which share one copy of the model", minimum=1, maximum=64
+    )
+    gang: int | None = option(
+        None, "gang whose seat this worker claims; by default any", minimum=0, maximum=1023
+    )
+    rank: int | None = option(
+        None, "rank that this worker claims in its gang; by default a free one", minimum=0, maximum=63
+    )
+    advertise_host: str | None = option(
+        None, "address under which the other ranks reach this worker; by default found out"
+    )
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     engine: str = option(
         "auto",

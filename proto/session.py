@@ -53,6 +53,29 @@ class ModelInfo(Message):
     eos_token_ids: Int32s = limited(1024, default_factory=int32s)
 
 
+@message("join")
+class Join(Message):
+    """Worker of a gang of several ranks -> control plane, before it reads weights: which shard?
+
+    Sent again until `Seat` or `Refused` comes. A seat is kept while the worker beats.
+    """
+
+    incarnation: int
+    tensor_parallel: int  # ranks that a gang shall have
+    model: ModelInfo = limited(1)
+    gang: int | None = None  # --gang and --rank: the seat that this worker claims
+    rank: int | None = None
+
+
+@message("seat")
+class Seat(Message):
+    """Control plane -> worker: the answer to `Join`."""
+
+    controlplane: int  # incarnation
+    gang: int
+    rank: int
+
+
 @message("register")
 class Register(Message):
     """Worker -> control plane, when it has loaded its model, and again to a new control plane."""
@@ -66,6 +89,11 @@ class Register(Message):
     )  # tokens; supported sizes, the preferred one first.
     # Empty: any size; then `preferred_block_size` alone counts
     preferred_block_size: int = 16
+    tensor_parallel: int = 1  # ranks of its gang
+    gang: int | None = None  # the seat that it holds or claims; None: any
+    rank: int | None = None
+    rendezvous: str = limited(512, default="")  # host:port where its gang can meet, if it has rank 0
+    weight_bytes: int = 0  # of the weights that this rank holds
     token_bytes: int = 0  # bytes of KV cache per token, all layers, this rank
     kv_bytes: int = 0  # room for the device pool; 0 where `num_kv_blocks` is set
     num_kv_blocks: int | None = None  # --num-kv-blocks
@@ -88,7 +116,7 @@ class Reset(Message):
     gang: int
     rank: int
     gang_size: int
-    rendezvous: str = limited(512)  # where the ranks of a gang meet; empty for one rank
+    rendezvous: str = limited(512)  # `Register.rendezvous` of rank 0; empty for one rank
     block_size: int = 16  # tokens
     num_slots: int = 0  # slots are 0 .. num_slots - 1
     max_batched_tokens: int = 0  # no plan has more tokens in its rows
