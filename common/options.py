@@ -15,6 +15,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# Options that several processes have.
+CURVE_KEYS_HELP = (
+    "folder of CURVE keys, made by `octavo keygen`; with it only processes that have keys of the same "
+    "making are spoken to"
+)
+INSECURE_HELP = "allow other machines in without keys"
+
 _BYTES = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?$", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
