@@ -9,7 +9,9 @@ import socket
 
 import uvloop
 
+from octavo.common.curve import client_keys
 from octavo.common.modelfiles import ModelError, ModelFiles, gguf_reader, open_model
+from octavo.common.options import OptionError
 from octavo.frontend.chat import open_chat_template
 from octavo.frontend.generation import Generator
 from octavo.frontend.grpc_api import GrpcApi
@@ -42,6 +44,7 @@ class Gateway:
             model.config["vocab_size"],
             options.max_live_requests,
             self._changed.set,
+            client_keys(options.curve_keys, "gateway"),
         )
         self._metrics = Metrics()
         self._generator = Generator(
@@ -155,7 +158,7 @@ def main(options: GatewayOptions) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(options))
-    except (ModelError, PortTakenError) as error:
+    except (ModelError, OptionError, PortTakenError) as error:
         log.error("%s", error)
         return 1
     except LinkRefusedError as error:

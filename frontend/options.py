@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from octavo.common.options import option
+from octavo.common.options import CURVE_KEYS_HELP, INSECURE_HELP, option
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -15,6 +15,8 @@ class GatewayOptions:
     served_model_name: str | None = option(None, "what clients call the model")
     controlplane_host: str = option("127.0.0.1", "where the control plane runs")
     gateway_port: int = option(7461, "the control plane's port for gateways", minimum=1, maximum=65535)
+    curve_keys: str | None = option(None, CURVE_KEYS_HELP)
+    insecure: bool = option(False, INSECURE_HELP)
     grpc_host: str = option("127.0.0.1", "address to serve gRPC on")
     grpc_port: int = option(50051, "port to serve gRPC on", minimum=1, maximum=65535)
     http_host: str = option("127.0.0.1", "address to serve HTTP on")
