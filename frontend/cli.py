@@ -56,12 +56,9 @@ def _demo(parser: argparse.ArgumentParser) -> Run:
 def _add_serve_options(parser: argparse.ArgumentParser) -> None:
     from octavo.controlplane.options import ControlPlaneOptions
     from octavo.dataplane.options import WorkerOptions
-    from octavo.frontend.options import GatewayOptions
+    from octavo.frontend.options import GatewayOptions, LocalOptions
 
-    parser.add_argument(
-        "--start-timeout", type=float, default=600.0, help="seconds until all processes must be ready"
-    )
-    for options in (GatewayOptions, ControlPlaneOptions, WorkerOptions):
+    for options in (LocalOptions, GatewayOptions, ControlPlaneOptions, WorkerOptions):
         add_options(parser, options)
 
 

@@ -5,7 +5,9 @@ with Client("127.0.0.1:50051") as client:
         print(delta.text, end="")
 """
 
+import typing
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -41,10 +43,17 @@ class ClientError(Exception):
 class Client:
     """A connection to a gateway. Every method raises ClientError."""
 
-    def __init__(self, target: str) -> None:
-        """`target` is ``host:port``."""
-        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-        self._channel: Any = grpc.insecure_channel(target, options=options)  # type: ignore[no-untyped-call]
+    def __init__(self, target: str, api_key: str | None = None, tls_ca: Path | None = None) -> None:
+        """
+        Args:
+            target: ``host:port``.
+            api_key: what the gateway asks its clients for, if it does.
+            tls_ca: PEM file of the certificates to trust; with it the connection speaks TLS.
+
+        Raises OSError where the file cannot be read.
+        """
+        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
+        self._channel = _open_channel(target, tls_ca)
         self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
 
     def generate(
@@ -61,7 +70,7 @@ class Client:
         Closing the iterator cancels the request.
         """
         request = make_request(prompt, echo=echo, **sampling)
-        call = self._stub.Generate(request, timeout=timeout)
+        call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
         try:
             yield from call
         except grpc.RpcError as error:
@@ -118,9 +127,18 @@ class Client:
 
     def _call(self, method: Any, request: Any, timeout: float) -> Any:
         try:
-            return method(request, timeout=timeout)
+            return method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _client_error(error) from error
+
+
+@typing.no_type_check  # gRPC has no types
+def _open_channel(target: str, tls_ca: Path | None) -> Any:
+    options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+    if tls_ca is None:
+        return grpc.insecure_channel(target, options=options)
+    credentials = grpc.ssl_channel_credentials(tls_ca.read_bytes())
+    return grpc.secure_channel(target, credentials, options=options)
 
 
 def make_request(prompt: Prompt, *, echo: bool = False, **sampling: Any) -> pb.GenerateRequest:
