@@ -4,6 +4,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from gguf_types import stored
 from tiny_llama import VOCAB
 from transformers import LlamaForCausalLM
 
@@ -21,7 +22,7 @@ def write_gguf(
 
     Args:
         kinds: how matrices are stored whose names have the key in them, of several keys the last; the
-            others, and those whose rows are not whole groups of 32, are in float32.
+            others, and those whose rows are not whole blocks, are in float32.
         without: the name of a tensor to leave out.
     """
     config = model.config
@@ -52,7 +53,7 @@ def write_gguf(
         if kind is None:
             writer.add_tensor(own_name, np.ascontiguousarray(values))
         else:
-            writer.add_tensor(own_name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(own_name, stored(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -63,6 +64,7 @@ def write_gguf(
 def _kind_of(
     name: str, shape: tuple[int, ...], kinds: dict[str, gguf.GGMLQuantizationType]
 ) -> gguf.GGMLQuantizationType | None:
-    if len(shape) != 2 or shape[1] % 32:
+    kind = next((kind for part, kind in reversed(kinds.items()) if part in name), None)
+    if kind is None or len(shape) != 2 or shape[1] % gguf.GGML_QUANT_SIZES[kind][0]:
         return None
-    return next((kind for part, kind in reversed(kinds.items()) if part in name), None)
+    return kind
