@@ -1,6 +1,6 @@
 """The encoder that a GGUF file describes: byte-level BPE, or SentencePiece's BPE.
 
-The key-values are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, section Tokenizer.
+The key-values: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, section Tokenizer.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 _STORY = (
     "The lighthouse keeper wrote in the log every evening, whether or not a ship had passed. He noted "
-    "the wind, the height of the sea, the hour at which the lamp was lit, and what he had eaten. On the "
+    "the wind, the height of the sea, the hour at which the lamp was lit, and what he ate. On the "
     "ninth of March he wrote that a grey bird had come down on the rail and would not leave. On the "
     "tenth he wrote that the bird was still there, and that he had given it bread. "
 )
