@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -92,7 +93,19 @@ def open_tokenizer(model: ModelFiles) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{path} is not a readable tokenizer: {error}") from error
+    _check_size(path, backend, model.config["vocab_size"])
     return Tokenizer(backend, model.config["vocab_size"])
+
+
+def _check_size(path: Path, backend: tokenizers.Tokenizer, vocab_size: int) -> None:
+    """Raises ModelError where the vocabulary goes beyond the model's. Tokens that were added to it may:
+    models of text are published with the tokens that others have for images."""
+    largest = max(backend.get_vocab(with_added_tokens=False).values(), default=-1)
+    if largest >= vocab_size:
+        raise ModelError(
+            f"{path} has tokens up to id {largest}, and the model's `vocab_size` is {vocab_size}: "
+            "it is the tokenizer of another model"
+        )
 
 
 # -- the bytes of tokens ----------------------------------------------------------------------------

@@ -17,6 +17,7 @@ def write_gguf(
     kinds: dict[str, gguf.GGMLQuantizationType] | None = None,
     without: str = "",
     rope_scaling: gguf.RopeScalingType | None = None,
+    ends: tuple[int, int] | None = None,
 ) -> Path:
     """The model as llama.cpp's converter writes it: rows of Q and K in interleaved order.
 
@@ -24,6 +25,7 @@ def write_gguf(
         kinds: how matrices are stored whose names have the key in them, of several keys the last; the
             others, and those whose rows are not whole blocks, are in float32.
         without: the name of a tensor to leave out.
+        ends: the tokens that end a text and a turn; by default there is only the first, 2.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -36,7 +38,9 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10_000.0)
     writer.add_token_list([f"<{i}>" for i in range(VOCAB)])
-    writer.add_eos_token_id(2)
+    writer.add_eos_token_id(ends[0] if ends else 2)
+    if ends:
+        writer.add_eot_token_id(ends[1])
     if rope_scaling is not None:
         writer.add_rope_scaling_type(rope_scaling)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
