@@ -111,6 +111,8 @@ def describe(files: ModelFiles, engine: Engine, options: WorkerOptions) -> Regis
     room = pool_room(options, info.device)
     return Register(
         incarnation=secrets.randbits(63),
+        gang=options.gang,
+        rank=options.rank,
         device=info.device,
         engine=info.engine,
         model=files.info(),
