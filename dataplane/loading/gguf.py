@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.common.gguf_file import GgufError, GgufTensor
 from octavo.common.modelfiles import ModelError, ModelFiles, gguf_reader
 from octavo.dataplane.loading.grouped import GROUP, Floats, GroupedMatrix, pack_nibbles
-from octavo.dataplane.loading.weights import check_shape
+from octavo.dataplane.loading.weights import WHOLE, Part, Ranges, check_shape
 
 # Architectures whose files hold the rows of Q and K in the order of an interleaved rotary embedding.
 _INTERLEAVED = {"llama"}
@@ -35,22 +35,51 @@ class GgufWeights:
         self._file = gguf_reader(files.path)
         self._names = _name_map(files)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
         stored = self._find(name, shape)
-        values = self._dequantize(stored).reshape(shape)
+        values = self._values(stored, part)
         heads = self._interleaved_heads(name)
         if heads is not None:
-            values = values[_by_halves(shape[0], heads)]
+            values = values[_by_halves(len(values), heads * len(values) // shape[0])]
         return torch.tensor(values, dtype=self._dtype)
 
-    def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor | GroupedMatrix:
+    def take_matrix(
+        self, name: str, shape: tuple[int, int], part: Part = WHOLE
+    ) -> Tensor | GroupedMatrix:
         stored = self._find(name, shape)
         parse = _GROUPED.get(stored.kind)
-        if not self._keep_integers or parse is None:
-            return self.take(name, shape)
-        matrix = parse(self._raw(stored).reshape(shape[0], shape[1] // GROUP, -1))
+        rows, columns = part.within(shape)
+        if not self._keep_integers or parse is None or not _whole_groups(columns):
+            return self.take(name, shape, part)
+        groups = self._raw(stored).reshape(shape[0], shape[1] // GROUP, -1)
+        in_groups = columns and tuple(range(c.start // GROUP, c.stop // GROUP) for c in columns)
+        matrix = parse(_cut(_cut(groups, rows, axis=0), in_groups, axis=1))
         heads = self._interleaved_heads(name)
-        return matrix if heads is None else matrix.rows(_by_halves(shape[0], heads))
+        if heads is None:
+            return matrix
+        count = matrix.shape[0]
+        return matrix.rows(_by_halves(count, heads * count // shape[0]))
+
+    def _values(self, stored: GgufTensor, part: Part) -> Floats:
+        """A part of a tensor, of which no more is dequantised than its rows and the blocks of values
+        in which its columns lie."""
+        raw, kind = self._raw(stored), GGMLQuantizationType(stored.kind)
+        if len(stored.shape) != 2:
+            rows = part.within(stored.shape)[0]
+            return _cut(self._dequantize(stored, raw).reshape(stored.shape), rows, axis=0)
+        rows, columns = part.within(stored.shape)
+        raw = _cut(raw, rows, axis=0)
+        if columns is None:
+            return self._dequantize(stored, raw)
+        together, size = GGML_QUANT_SIZES[kind]
+        parts = []
+        for wanted in columns:
+            first = wanted.start // together
+            blocks = raw[:, first * size : -(-wanted.stop // together) * size]
+            values = self._dequantize(stored, np.ascontiguousarray(blocks))
+            begin = wanted.start - first * together
+            parts.append(values[:, begin : begin + len(wanted)])
+        return _joined(parts, axis=1)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         own_name = self._own_name(name)
@@ -84,8 +113,8 @@ class GgufWeights:
             raise ModelError(f"{self._path}: {error}") from error
         return np.frombuffer(data, np.uint8).reshape(rows)
 
-    def _dequantize(self, stored: GgufTensor) -> Floats:
-        raw, kind = self._raw(stored), GGMLQuantizationType(stored.kind)
+    def _dequantize(self, stored: GgufTensor, raw: Bytes) -> Floats:
+        kind = GGMLQuantizationType(stored.kind)
         try:
             values: Floats = dequantize(raw, kind)
         except NotImplementedError as error:
@@ -118,6 +147,22 @@ def _name_map(files: ModelFiles) -> Any:
         if name == family:
             return gguf.get_tensor_name_map(architecture, files.config["num_hidden_layers"])
     raise ModelError(f"{files.path}: the architecture {family} is not known")
+
+
+def _whole_groups(columns: Ranges | None) -> bool:
+    return all(c.start % GROUP == 0 and c.stop % GROUP == 0 for c in columns or ())
+
+
+def _cut(values: npt.NDArray[Any], ranges: Ranges | None, axis: int) -> npt.NDArray[Any]:
+    """These ranges along an axis; None: everything. A single one is a view."""
+    if ranges is None:
+        return values
+    before = (slice(None),) * axis
+    return _joined([values[(*before, slice(r.start, r.stop))] for r in ranges], axis)
+
+
+def _joined(parts: list[npt.NDArray[Any]], axis: int) -> npt.NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axis)
 
 
 def _by_halves(rows: int, heads: int) -> npt.NDArray[np.int64]:
