@@ -25,9 +25,11 @@ class Admitting(Rows):
 
     def _admit_in_order(self, draft: Draft) -> None:
         """Admits groups until the next one does not fit or the budget is spent."""
-        while draft.budget > 0:
+        while draft.budget > 0 and not self.keeps_alone():
             group = self._next_in_line()
             if group is None or len(group.live) > self.slots.num_free:
+                return
+            if group.is_suspect and self.running:
                 return
             if group.state is State.WAITING and self._admit_singles(draft):
                 continue
@@ -36,6 +38,16 @@ class Admitting(Rows):
                 return
             self._leave_queue(group)
             self._admit(draft, group, admission)
+
+    def keeps_alone(self) -> bool:
+        """Whether a group runs that must be alone: nothing else may be lost with it."""
+        suspect = self.suspect
+        if suspect is None:
+            return False
+        if suspect.state is State.RUNNING and not self.has_progressed(suspect):
+            return True
+        self.suspect = None
+        return False
 
     def _spare(self, anybody_runs: bool) -> int:
         """Blocks that admission leaves free; none when nobody runs, so that somebody can."""
@@ -52,7 +64,7 @@ class Admitting(Rows):
         self.running.add(*[single.group for single in batch])
         for single in batch:
             group = single.group
-            group.state = State.RUNNING
+            group.state, group.gang = State.RUNNING, self.number
             if not group.started:
                 group.started = True
                 self.outputs.add_started(group, len(single.found) * self.shape.block_size)
@@ -117,8 +129,10 @@ class Admitting(Rows):
     # -- all others ----------------------------------------------------------------------------------
 
     def _admit(self, draft: Draft, group: SequenceGroup, admission: Admission) -> None:
-        group.state = State.RUNNING
+        group.state, group.gang = State.RUNNING, self.number
         self.running.add(group)
+        if group.is_suspect:
+            self.suspect = group
         found = len(admission.entrances[0].found) * self.shape.block_size
         if not group.started:
             group.started = True

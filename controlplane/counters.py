@@ -22,5 +22,8 @@ class Counters:
     # Entries of block tables / blocks held, summed over plans that left some held.
     sharing_ratio_sum: float = 0.0
     sharing_ratio_count: int = 0
+    lost_workers: int = 0  # dead, silent or hung
+    disagreements: int = 0  # plans for which the ranks of a gang drew different tokens
+    failed_suspects: int = 0  # requests that killed workers
     max_cancel_to_free_plans: int = 0
     cancels_freed: int = 0

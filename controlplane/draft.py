@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from octavo.controlplane.sequence import Sequence, SequenceGroup
+from octavo.controlplane.slots import SlotTable
 from octavo.proto.plan import Admits, Plan
 from octavo.proto.wire import Int32s, int32s
 
@@ -164,3 +165,8 @@ class Flight:
     chunks: list[SequenceGroup]  # whose each chunk is
     chunk_tokens: int
     ending: list[Sequence]  # sequences that this plan completes without a draw
+
+    def current_rows(self, slots: SlotTable) -> Int32s:
+        """The rows whose slots still belong to the sequences for which they were sent."""
+        current: Int32s = self.rows[slots.generation[self.rows] == self.generations]
+        return current

@@ -1,61 +1,127 @@
-"""A gang: the worker ranks that run one plan together, and what they can hold."""
+"""A gang: the worker ranks that run one plan together."""
 
-import logging
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from octavo.controlplane.draft import Shape
-from octavo.controlplane.options import ControlPlaneOptions
-from octavo.controlplane.preemption import Speeds
 from octavo.controlplane.scheduler import Scheduler
-from octavo.proto.session import GangState, Register, Reset, control_identity, data_identity
+from octavo.proto.plan import Result
+from octavo.proto.session import (
+    GangState,
+    ModelInfo,
+    Register,
+    Reset,
+    control_identity,
+    data_identity,
+)
 
-log = logging.getLogger(__name__)
+
+class RanksDisagree(Exception):  # noqa: N818 (an event that callers handle, not a fault)
+    """The ranks of a gang drew different tokens for one plan."""
 
 
-class RankRefused(Exception):  # noqa: N818 (an answer to the worker)
-    """A worker that cannot take part; the text goes to it and says what to do."""
-
-
-@dataclass
+@dataclass(eq=False)
 class Rank:
-    """One registered worker."""
+    """A worker that has a seat in a gang."""
 
-    register: Register
+    incarnation: int
+    number: int
+    model: ModelInfo
+    register: Register | None = None  # None while it loads its weights
+    epoch: int = 0  # of the last reset that it has done
     last_seen: float = field(default_factory=time.monotonic)
+    answers: deque[Result] = field(default_factory=deque)  # results that other ranks still owe
 
     @property
     def control(self) -> bytes:
-        return control_identity(self.register.incarnation)
+        return control_identity(self.incarnation)
 
     @property
     def data(self) -> bytes:
-        return data_identity(self.register.incarnation)
+        return data_identity(self.incarnation)
 
 
-@dataclass
+@dataclass(frozen=True)
+class Sent:
+    """A plan in flight."""
+
+    at: float  # monotonic seconds
+    limit: float  # seconds that it may take
+
+
+@dataclass(eq=False)
 class Gang:
-    """The state of one gang; its scheduler outlives its ranks."""
+    """One gang; its scheduler outlives its ranks."""
 
     number: int
-    epoch: int  # goes up with every change of the gang; larger than any earlier control plane's
-    rank: Rank | None = None
-    ready: bool = False  # the rank has acknowledged the reset of this epoch
+    size: int
+    epoch: int = 0  # goes up with every change; no two gangs ever have the same
+    ranks: dict[int, Rank] = field(default_factory=dict)  # by rank number
+    formed_at: float | None = (
+        None  # monotonic seconds of the resets of this epoch; None: a seat is free
+    )
+    ready: bool = False  # all ranks have acknowledged the reset of this epoch
     scheduler: Scheduler | None = None
-    plan_sent_at: list[float] = field(default_factory=list)  # monotonic seconds, of plans in flight
-    faults_in_a_row: int = 0
+    sent: deque[Sent] = field(default_factory=deque)  # plans in flight, oldest first
+    faults: int = 0  # plans that failed, in a row
+    retry_at: float | None = None  # monotonic seconds when a gang that keeps failing forms again
 
-    def reset_message(self, controlplane: int) -> Reset:
+    @property
+    def is_complete(self) -> bool:
+        """Whether every seat has a worker that has loaded its model."""
+        return len(self.registers) == self.size
+
+    @property
+    def registers(self) -> Sequence[Register]:
+        """Of the workers that have loaded, in the order of their ranks."""
+        ranks = (self.ranks[number] for number in sorted(self.ranks))
+        return [rank.register for rank in ranks if rank.register is not None]
+
+    def is_late(self, now: float, limit: float) -> bool:
+        """Whether a rank has not acknowledged its reset in time."""
+        return self.formed_at is not None and not self.ready and now - self.formed_at > limit
+
+    def end_epoch(self) -> None:
+        """No plan of this epoch counts any more."""
+        self.ready, self.formed_at = False, None
+        self.sent.clear()
+        for rank in self.ranks.values():
+            rank.answers.clear()
+
+    def take_answer(self, rank: Rank, result: Result) -> Result | None:
+        """Keeps a rank's result. Returns that of rank 0 once all ranks have answered the plan.
+
+        Raises:
+            RanksDisagree: they drew different tokens, or answered different plans.
+        """
+        if self.size == 1:
+            return result
+        rank.answers.append(result)
+        if len(rank.answers) > len(self.sent):
+            raise RanksDisagree(f"rank {rank.number} answers a plan that was not sent")
+        if not all(other.answers for other in self.ranks.values()):
+            return None
+        answers = {n: other.answers.popleft() for n, other in self.ranks.items()}
+        first = answers[0]
+        for number, answer in answers.items():
+            if (answer.number, answer.digest) != (first.number, first.digest):
+                raise RanksDisagree(
+                    f"rank {number} drew other tokens than rank 0 in plan {first.number}"
+                )
+        return first
+
+    def reset_message(self, controlplane: int, rank: Rank) -> Reset:
         """What tells a rank to forget everything and join this epoch."""
         assert self.scheduler is not None
-        shape = self.scheduler.shape
+        shape, host = self.scheduler.shape, self.ranks[0].register
         return Reset(
             controlplane=controlplane,
             epoch=self.epoch,
             gang=self.number,
-            rank=0,
-            gang_size=1,
-            rendezvous="",
+            rank=rank.number,
+            gang_size=self.size,
+            rendezvous=host.rendezvous if host is not None and self.size > 1 else "",
             block_size=shape.block_size,
             num_slots=shape.num_slots,
             max_batched_tokens=shape.max_batched_tokens,
@@ -66,14 +132,14 @@ class Gang:
 
     def state(self) -> GangState:
         """For operators."""
-        register = self.rank.register if self.rank else None
+        first = self.registers[0] if self.registers else None
         state = GangState(
             gang=self.number,
-            size=1,
+            size=self.size,
             epoch=self.epoch,
             ready=self.ready,
-            device=register.device if register else "",
-            engine=register.engine if register else "",
+            device=first.device if first else "",
+            engine=first.engine if first else "",
         )
         if self.scheduler is not None:
             state.block_size = self.scheduler.shape.block_size
@@ -82,76 +148,3 @@ class Gang:
             state.plans = self.scheduler.next_number
             state.running = len(self.scheduler.running)
         return state
-
-
-def shape_of(register: Register, options: ControlPlaneOptions, epoch: int) -> Shape:
-    """What a gang of this worker can hold. Raises RankRefused."""
-    block_size = _block_size(register, options)
-    block_bytes = block_size * register.token_bytes
-    num_blocks = register.num_kv_blocks
-    if num_blocks is None:
-        num_blocks = register.kv_bytes // max(block_bytes, 1)
-    num_cpu_blocks = register.swap_blocks
-    if num_cpu_blocks is None:
-        num_cpu_blocks = register.swap_bytes // max(block_bytes, 1)
-    return Shape(
-        epoch=epoch,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        num_cpu_blocks=num_cpu_blocks,
-        num_slots=options.max_num_seqs,
-        max_model_len=_max_model_len(register, options, num_blocks * block_size),
-        max_batched_tokens=options.max_num_batched_tokens,
-        prefill_chunk=options.prefill_chunk or options.max_num_batched_tokens,
-        watermark=options.watermark,
-        block_bytes=block_bytes,
-        preemption=options.preemption,
-        prefix_caching=options.prefix_caching,
-    )
-
-
-def speeds_of(register: Register, block_size: int) -> Speeds:
-    """What the worker measured when it started, in blocks and tokens."""
-    return Speeds(
-        copy=register.copy_bandwidth / max(block_size * register.token_bytes, 1),
-        prefill=register.prefill_speed,
-    )
-
-
-def _block_size(register: Register, options: ControlPlaneOptions) -> int:
-    wanted = options.block_size or register.preferred_block_size
-    supported = register.block_sizes.tolist()
-    if supported and wanted not in supported:
-        raise RankRefused(
-            f"--block-size {wanted} is not supported by the {register.engine} engine on "
-            f"{register.device}, which takes {', '.join(map(str, supported))}: start the worker "
-            f"with --block-size {wanted} too, or with --engine torch, which takes any"
-        )
-    return wanted
-
-
-def _max_model_len(register: Register, options: ControlPlaneOptions, capacity: int) -> int:
-    """Tokens that one sequence may have; `capacity` is what the KV pool holds."""
-    of_model, wanted = register.model.max_model_len, options.max_model_len
-    if wanted is not None and wanted > of_model:
-        raise RankRefused(
-            f"--max-model-len {wanted} exceeds the {of_model} positions of {register.model.name}"
-        )
-    longest = wanted or of_model
-    advice = "raise --num-kv-blocks or --kv-memory"
-    if capacity < 1:
-        raise RankRefused(f"the KV pool is too small for one sequence: it has no block; {advice}")
-    if wanted is not None and capacity < wanted:
-        raise RankRefused(
-            f"the KV pool is too small for one sequence: it holds {capacity} tokens, --max-model-len "
-            f"asks for {wanted}; {advice}, or lower --max-model-len"
-        )
-    if capacity < longest:
-        log.warning(
-            "the KV pool holds %d tokens, less than the model's %d: longer sequences are refused or "
-            "stop there; %s",
-            capacity,
-            longest,
-            advice,
-        )
-    return min(longest, capacity)

@@ -1,7 +1,7 @@
 """The control plane's figures for Prometheus, read from its state when they are asked for."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client.core import (
@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from octavo.controlplane.counters import Counters
 from octavo.controlplane.scheduler import Scheduler
+from octavo.controlplane.sequence import OrderedGroups
 from octavo.proto.session import Info
 
 PHASES = ("schedule", "pack", "wait", "process", "publish")
@@ -56,16 +57,20 @@ class Metrics:
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)
 
-    def look_at(self, scheduler: Scheduler) -> None:
+    def look_at(self, schedulers: Sequence[Scheduler], waiting: OrderedGroups) -> None:
         """Takes in what changes with every iteration, from time to time."""
-        usage = scheduler.blocks.usage(scheduler.slots.computed)
-        held = usage.physical * scheduler.shape.block_size
-        self.token_share.set(usage.tokens / held if held else 1.0)
-        self.blocks_saved.set(usage.logical - usage.physical)
-        now = time.time()
-        for state, queue in (("waiting", scheduler.waiting), ("preempted", scheduler.preempted)):
-            first = queue.first()
-            self.oldest.labels(state).set(max(0.0, now - first.key.arrival) if first else 0.0)
+        usages = [scheduler.blocks.usage(scheduler.slots.computed) for scheduler in schedulers]
+        sizes = [scheduler.shape.block_size for scheduler in schedulers]
+        held = sum(usage.physical * size for usage, size in zip(usages, sizes, strict=True))
+        self.token_share.set(sum(usage.tokens for usage in usages) / held if held else 1.0)
+        self.blocks_saved.set(sum(usage.logical - usage.physical for usage in usages))
+        self._set_oldest("waiting", [waiting, *(scheduler.waiting for scheduler in schedulers)])
+        self._set_oldest("preempted", [scheduler.preempted for scheduler in schedulers])
+
+    def _set_oldest(self, state: str, queues: Sequence[OrderedGroups]) -> None:
+        firsts = [first for queue in queues if (first := queue.first()) is not None]
+        arrival = min((first.key.arrival for first in firsts), default=None)
+        self.oldest.labels(state).set(max(0.0, time.time() - arrival) if arrival is not None else 0.0)
 
 
 class _StateCollector(Collector):
@@ -135,6 +140,19 @@ def _counter_metrics(counters: Counters) -> Iterator[Metric]:
     yield ratio
     yield CounterMetricFamily(
         "octavo_copied_blocks", "Blocks copied on write", value=counters.copied_blocks
+    )
+    yield CounterMetricFamily(
+        "octavo_workers_lost", "Workers that died, fell silent or hung", value=counters.lost_workers
+    )
+    yield CounterMetricFamily(
+        "octavo_rank_disagreements",
+        "Plans for which the ranks of a gang drew different tokens",
+        value=counters.disagreements,
+    )
+    yield CounterMetricFamily(
+        "octavo_requests_that_kill_workers",
+        "Requests failed because workers were lost while they ran alone",
+        value=counters.failed_suspects,
     )
     yield CounterMetricFamily(
         "octavo_cancels_freed", "Cancelled groups whose slots were freed", value=counters.cancels_freed

@@ -23,15 +23,33 @@ _NO_GATEWAY = 0  # an incarnation that no gateway has: nobody is told of the pre
 
 
 @dataclass
+class _Place:
+    """A prefix on one gang."""
+
+    group: SequenceGroup | None  # computes it
+    blocks: int = 0  # pinned now
+
+
+@dataclass
 class _Prefix:
-    """One registered prefix, cut to its full blocks."""
+    """One registered prefix."""
 
     name: str
     tokens: Int32s  # as registered
     salt: str
-    blocks: int = 0  # pinned now
-    group: SequenceGroup | None = None  # computes it
+    full: int = 0  # tokens in its full blocks
+    losses: int = 0  # as those of a group
+    places: dict[int, _Place] = field(default_factory=dict)  # by gang
     asking: list[tuple[int, int]] = field(default_factory=list)  # (gateway, query) to be answered
+
+    @property
+    def blocks(self) -> int:
+        """Pinned on the gang that has most of it."""
+        return max((place.blocks for place in self.places.values()), default=0)
+
+    @property
+    def state(self) -> PinState:
+        return PinState(name=self.name, tokens=self.full, blocks=self.blocks)
 
 
 class PrefixRefused(Exception):  # noqa: N818 (an answer to the client)
@@ -43,15 +61,19 @@ class PrefixRefused(Exception):  # noqa: N818 (an answer to the client)
 
 
 class PrefixRegistry:
-    """Owns the names; the scheduler owns the blocks."""
+    """Owns the names; each gang computes and pins every prefix, and its scheduler owns the blocks."""
 
     def __init__(self, waiting: OrderedGroups, max_pinned: float) -> None:
+        """
+        Args:
+            waiting: groups that wait for any gang.
+        """
         self._waiting, self._max_pinned = waiting, max_pinned
         self._prefixes: dict[str, _Prefix] = {}
         self._serial = -1  # descending: they have no arrival that a client could compare with
 
-    def register(self, pin: Pin, scheduler: Scheduler) -> Pins | None:
-        """Starts to compute a prefix. Returns the answer if there is one already.
+    def register(self, pin: Pin, schedulers: list[Scheduler]) -> Pins | None:
+        """Starts to compute a prefix on these gangs. Returns the answer if there is one already.
 
         Raises:
             PrefixRefused: it is too short, too many, too large, or another one has its name.
@@ -61,14 +83,15 @@ class PrefixRegistry:
             if known.salt != pin.cache_salt or known.tokens.tolist() != pin.tokens.tolist():
                 raise PrefixRefused("ALREADY_EXISTS", f"name: {pin.name!r} has other tokens already")
             if known.blocks:
-                return Pins(query=pin.query, pins=[self._state(known, scheduler)])
+                return Pins(query=pin.query, pins=[known.state])
             known.asking.append((pin.gateway, pin.query))
             return None
-        self._check(pin, scheduler)
+        for scheduler in schedulers:
+            self._check(pin, scheduler)
         prefix = _Prefix(pin.name, pin.tokens, pin.cache_salt, asking=[(pin.gateway, pin.query)])
         self._prefixes[pin.name] = prefix
-        scheduler.reserved[pin.name] = (prefix.salt, prefix.tokens)
-        self._compute(prefix, scheduler)
+        for scheduler in schedulers:
+            self._compute(prefix, scheduler)
         return None
 
     def _check(self, pin: Pin, scheduler: Scheduler) -> None:
@@ -92,7 +115,7 @@ class PrefixRegistry:
             raise PrefixRefused(
                 "RESOURCE_EXHAUSTED", f"{pinned} blocks would be pinned, --max-pinned allows {most}"
             )
-        if scheduler.largest_need() > total - pinned:
+        if scheduler.largest_need(self._waiting) > total - pinned:
             reason = "an accepted request would have no room beside it; retry when it has ended"
             raise PrefixRefused("FAILED_PRECONDITION", reason)
 
@@ -101,47 +124,52 @@ class PrefixRegistry:
 
     def _compute(self, prefix: _Prefix, scheduler: Scheduler) -> None:
         size = scheduler.shape.block_size
+        prefix.full = len(prefix.tokens) // size * size
         group = SequenceGroup(
             id=RequestId(_NO_GATEWAY, 0),
             attempt=0,
             key=Key(0, time.time(), self._serial),
-            prompt=prefix.tokens[: len(prefix.tokens) // size * size],
+            prompt=prefix.tokens[: prefix.full],
             max_tokens=0,
             sampling=Sampling(),
             cache_salt=prefix.salt,
             prefix=prefix.name,
+            losses=prefix.losses,
         )
         self._serial -= 1
         group.sequences.append(Sequence(group, 0, NO_OUTPUTS))
         group.started = True
+        scheduler.reserved[prefix.name] = (prefix.salt, prefix.tokens)
         reason = scheduler.fit(group)  # in a new epoch the pool may be smaller
         if reason is not None:
+            del scheduler.reserved[prefix.name]
             raise PrefixRefused("INVALID_ARGUMENT", reason)
-        prefix.group = group
-        self._waiting.add(group)
+        prefix.places[scheduler.number] = _Place(group)
+        scheduler.compute_prefix(group)
 
     def computed(self, groups: Iterable[SequenceGroup], scheduler: Scheduler) -> list[tuple[int, Pins]]:
         """The answers, with the gateways that wait for them, now that these groups have ended."""
         answers = []
         for group in groups:
             prefix = self._prefixes.get(group.prefix or "")
-            if prefix is None or prefix.group is not group:
+            place = prefix.places.get(scheduler.number) if prefix is not None else None
+            if prefix is None or place is None or place.group is not group:
                 continue
-            prefix.group = None
+            place.group = None
             found = scheduler.blocks.find_prefix(group.path, len(group.prompt))
             if len(found) * scheduler.shape.block_size < len(group.prompt):
                 self._compute(prefix, scheduler)  # a part was evicted meanwhile
                 continue
             scheduler.blocks.pin(prefix.name, found)
-            prefix.blocks = len(found)
-            answers += self._answers(prefix, pins=[self._state(prefix, scheduler)])
+            place.blocks = len(found)
+            answers += self._answers(prefix, pins=[prefix.state])
         return answers
 
     def _answers(self, prefix: _Prefix, **answer: Any) -> list[tuple[int, Pins]]:
         asking, prefix.asking = prefix.asking, []
         return [(gateway, Pins(query=query, **answer)) for gateway, query in asking]
 
-    def unregister(self, name: str, scheduler: Scheduler | None) -> list[tuple[int, Pins]]:
+    def unregister(self, name: str, schedulers: Iterable[Scheduler]) -> list[tuple[int, Pins]]:
         """Gives a prefix up.
 
         Returns:
@@ -150,41 +178,47 @@ class PrefixRegistry:
         Raises:
             PrefixRefused: there is none of that name.
         """
-        prefix = self._prefixes.pop(name, None)
-        if prefix is None:
+        if name not in self._prefixes:
             raise PrefixRefused("NOT_FOUND", f"name: no prefix {name!r} is registered")
-        if scheduler is not None:
-            del scheduler.reserved[name]
-            if prefix.group is not None:
-                scheduler.cancel(prefix.group, set())
-            elif prefix.blocks:
+        return self.give_up(name, "NOT_FOUND", "name: unregistered meanwhile", schedulers)
+
+    def give_up(
+        self, name: str, code: str, reason: str, schedulers: Iterable[Scheduler]
+    ) -> list[tuple[int, Pins]]:
+        """Forgets a prefix and frees what these gangs hold of it. Returns as `unregister` does."""
+        prefix = self._prefixes.pop(name)
+        for scheduler in schedulers:
+            scheduler.reserved.pop(name, None)
+            place = prefix.places.get(scheduler.number)
+            if place is not None and place.group is not None:
+                scheduler.cancel(place.group, set())
+            elif place is not None and place.blocks:
                 scheduler.blocks.unpin(name)
-        return self._answers(prefix, code="NOT_FOUND", reason="name: unregistered meanwhile")
+        return self._answers(prefix, code=code, reason=reason)
+
+    def leave(self, number: int) -> None:
+        """A gang's epoch has ended: it holds nothing any more."""
+        for prefix in self._prefixes.values():
+            place = prefix.places.pop(number, None)
+            if place is not None and place.group is not None:
+                prefix.losses = max(prefix.losses, place.group.losses)
 
     def recompute(self, scheduler: Scheduler) -> list[tuple[int, Pins]]:
-        """A new epoch has nothing in its pools: every prefix is computed again.
+        """A gang's new epoch has nothing in its pools: every prefix is computed again.
 
         Returns:
-            Answers, with the gateways that waited for prefixes that do not fit any more.
+            Answers, with the gateways that waited for prefixes that fit nowhere any more.
         """
         answers = []
+        scheduler.reserved.clear()
         for prefix in list(self._prefixes.values()):
-            if prefix.group is None:
-                prefix.blocks = 0
-                try:
-                    self._compute(prefix, scheduler)
-                except PrefixRefused as refusal:
-                    del self._prefixes[prefix.name], scheduler.reserved[prefix.name]
-                    answers += self._answers(prefix, code=refusal.code, reason=refusal.reason)
+            try:
+                self._compute(prefix, scheduler)
+            except PrefixRefused as refusal:
+                if not prefix.places:
+                    answers += self.give_up(prefix.name, refusal.code, refusal.reason, [])
         return answers
 
-    def states(self, scheduler: Scheduler | None) -> list[PinState]:
+    def states(self) -> list[PinState]:
         """All registered prefixes."""
-        if scheduler is None:
-            return []
-        return [self._state(prefix, scheduler) for prefix in self._prefixes.values()]
-
-    def _state(self, prefix: _Prefix, scheduler: Scheduler) -> PinState:
-        size = scheduler.shape.block_size
-        tokens = len(prefix.tokens) // size * size
-        return PinState(name=prefix.name, tokens=tokens, blocks=prefix.blocks)
+        return [prefix.state for prefix in self._prefixes.values()]

@@ -26,7 +26,7 @@ async def _serve(options: ControlPlaneOptions) -> int:
         probes = ProbeServer(
             options.controlplane_bind,
             options.controlplane_probe_port,
-            lambda: control_plane.gang.ready,
+            lambda: control_plane.is_ready,
             control_plane.metrics.registry,
         )
     except (zmq.ZMQError, OSError) as error:

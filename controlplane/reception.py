@@ -1,6 +1,7 @@
 """Requests come in here: checked against limits, queued, cancelled, forgotten."""
 
 import itertools
+from collections.abc import Callable
 
 from octavo.controlplane.gateways import Gateway, Gateways
 from octavo.controlplane.options import ControlPlaneOptions
@@ -20,14 +21,25 @@ class Refusal(Exception):  # noqa: N818 (an answer to the client)
 class Reception:
     """Owns the queue of waiting groups and who submitted what."""
 
-    def __init__(self, options: ControlPlaneOptions) -> None:
-        self._options = options
+    def __init__(
+        self,
+        options: ControlPlaneOptions,
+        scheduler_of: Callable[[SequenceGroup], Scheduler | None],
+    ) -> None:
+        """
+        Args:
+            scheduler_of: who has a group; None for one that waits for any gang.
+        """
+        self._options, self._scheduler_of = options, scheduler_of
         self.waiting = OrderedGroups()
         self.gateways = Gateways(options.lease)
         self._serials = itertools.count()
 
     def submit(self, gateway: Gateway, submit: Submit, scheduler: Scheduler | None) -> None:
         """Queues a request; a known attempt is ignored, a higher one replaces the lower.
+
+        Args:
+            scheduler: of the gang that can hold most; None where there was never any.
 
         Raises:
             Refusal: it is malformed, could never run, or the queue is full.
@@ -36,7 +48,7 @@ class Reception:
         if old is not None and old.attempt >= submit.attempt:
             return
         if old is not None:
-            self.cancel_group(old, set(), scheduler)
+            self.cancel_group(old, set())
         self._check(submit)
         group = SequenceGroup.from_submit(submit, next(self._serials))
         reason = scheduler.fit(group) if scheduler is not None else None
@@ -66,27 +78,30 @@ class Reception:
                 f"the queue is full: {options.max_waiting_tokens} prompt tokens wait; retry later",
             )
 
-    def cancel(self, gateway: Gateway, cancel: Cancel, scheduler: Scheduler | None) -> None:
+    def cancel(self, gateway: Gateway, cancel: Cancel) -> None:
         """Stops samples of a request. Unknown requests and old attempts are ignored."""
         group = gateway.groups.get(cancel.request)
         if group is not None and group.attempt <= cancel.attempt:
-            self.cancel_group(group, set(cancel.samples.tolist()), scheduler)
+            self.cancel_group(group, set(cancel.samples.tolist()))
 
-    def cancel_group(
-        self, group: SequenceGroup, samples: set[int], scheduler: Scheduler | None
-    ) -> None:
+    def cancel_group(self, group: SequenceGroup, samples: set[int]) -> None:
+        """Stops these samples of a group, or all if there are none."""
+        scheduler = self._scheduler_of(group)
         if scheduler is not None:
             scheduler.cancel(group, samples)
             return
-        for sequence in group.live:  # no gang has ever been there: the group can only be waiting
-            sequence.finished = not samples or sequence.sample in samples
+        if group.state is not State.WAITING:
+            return
+        for sequence in group.live:
+            if not samples or sequence.sample in samples or group.search is not None:
+                sequence.finished = True
         if not group.live:
             self.waiting.remove(group)
             group.state = State.FINISHED
             self.gateways.forget(group.id, group)
 
-    def drop_gateway(self, gateway: Gateway, scheduler: Scheduler | None) -> None:
+    def drop_gateway(self, gateway: Gateway) -> None:
         """Frees everything that a gateway has submitted."""
         for group in list(gateway.groups.values()):
-            self.cancel_group(group, set(), scheduler)
+            self.cancel_group(group, set())
         self.gateways.remove(gateway)

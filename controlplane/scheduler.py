@@ -10,6 +10,8 @@ the next one is built as if no sequence ended; rows of sequences that did end ar
 result comes.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from octavo.controlplane import preemption
@@ -35,18 +37,30 @@ class Scheduler(Admitting):
         waiting: OrderedGroups,
         counters: Counters,
         speeds: preemption.Speeds | None = None,
+        number: int = 0,
     ) -> None:
-        super().__init__(shape, waiting, counters, speeds)
-        self._fit_all()  # they may have waited for this gang
+        super().__init__(shape, waiting, counters, speeds, number)
 
-    def reset(self, shape: Shape) -> None:
-        """A new epoch: nothing in either pool counts any more; its groups are to be recomputed."""
+    def evacuate(self) -> list[SequenceGroup]:
+        """The epoch ends: nothing in either pool counts any more.
+
+        Returns:
+            The groups that were here; they wait to be recomputed on any gang. Those that compute a
+            registered prefix are dropped: each gang computes it for itself.
+        """
         for group in list(self.running):
             self._recompute(group, preemption.LOST)
-        for group in self.preempted:
-            self._forget_swapped(group)
+        groups = [group for group in self.preempted if group.prefix is None]
+        self.preempted = OrderedGroups()
+        for group in groups:
+            self._make_free(group)
+        self._start(self.shape)
+        return groups
+
+    def begin(self, shape: Shape, speeds: preemption.Speeds) -> None:
+        """A new epoch starts, after `evacuate`."""
+        self.speeds = speeds
         self._start(shape)
-        self._fit_all()
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -59,9 +73,32 @@ class Scheduler(Admitting):
         group.prepare(self.blocks.path(group.cache_salt, group.prompt), end)
         return None
 
-    def largest_need(self) -> int:
-        """Blocks of the largest accepted group when it is longest."""
-        groups = [*self.running, *self.preempted, *self.waiting]
+    def refit(self, waiting: OrderedGroups) -> None:
+        """Checks all waiting groups against this gang; those that could never run fail."""
+        for group in list(waiting):
+            reason = self.fit(group)
+            if reason is not None:
+                waiting.remove(group)
+                self.fail(group, "INVALID_ARGUMENT", reason)
+
+    def fail(self, group: SequenceGroup, code: str, reason: str) -> None:
+        """Ends a group that is in no queue any more with an error."""
+        group.state = State.FINISHED
+        self.outputs.add_failure(group, code, reason)
+        self.outputs.ended.append(group)
+
+    def compute_prefix(self, group: SequenceGroup) -> None:
+        """Takes in a group that fills the blocks of a registered prefix: on this gang, no other."""
+        group.state, group.gang = State.PREEMPTED, self.number
+        self.preempted.add(group)
+
+    def largest_need(self, waiting: Iterable[SequenceGroup] = ()) -> int:
+        """Blocks of the largest accepted group when it is longest.
+
+        Args:
+            waiting: groups that wait elsewhere.
+        """
+        groups = [*self.running, *self.preempted, *self.waiting, *waiting]
         needs = (longest_need(group, self.shape) for group in groups if not group.prefix)
         return max(needs, default=0)
 
@@ -72,12 +109,6 @@ class Scheduler(Admitting):
         for sequence in group.live:
             if not samples or sequence.sample in samples or group.search is not None:
                 self._end(sequence)
-
-    def fail_running(self, code: str, reason: str) -> None:
-        """Ends every running group with an error."""
-        for group in list(self.running):
-            self.outputs.add_failure(group, code, reason)
-            self.cancel(group, set())
 
     # -- one iteration: schedule -------------------------------------------------------------------
 
@@ -295,14 +326,3 @@ class Scheduler(Admitting):
         if sequence.group.prefix is None:
             self.outputs.add_finish(sequence.group, sequence.sample, reason, stop_token)
         self._end(sequence)
-
-    # -- integrity --------------------------------------------------------------------------
-
-    def _fit_all(self) -> None:
-        """Checks every group that is not running against a new shape."""
-        for queue in (self.preempted, self.waiting):
-            for group in list(queue):
-                reason = self.fit(group)
-                if reason is not None:
-                    self.outputs.add_failure(group, "INVALID_ARGUMENT", reason)
-                    self.cancel(group, set())

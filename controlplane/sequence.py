@@ -15,6 +15,8 @@ from octavo.proto.plan import Beams, Sampling
 from octavo.proto.session import Submit
 from octavo.proto.wire import Int32s, int32s
 
+SUSPECT_LOSSES = 2
+
 
 class State(enum.Enum):
     """Where a group is. It is in exactly one of these."""
@@ -80,6 +82,8 @@ class SequenceGroup:
     stops: frozenset[int] = frozenset()  # tokens that end a sample
     only_stop: int | None = None  # that token, where there is just one
     prefix: str | None = None  # the name under which the prompt's full blocks are to be pinned
+    gang: int | None = None  # where it runs, is preempted, or shall be admitted; None: it is free
+    losses: int = 0  # times that a plan of it was lost in which it may have been the cause
 
     @classmethod
     def from_submit(cls, submit: Submit, serial: int) -> "SequenceGroup":
@@ -132,7 +136,13 @@ class SequenceGroup:
             and self.prefix is None
             and self.sampling.prompt_logprobs is None
             and end > len(self.prompt)
+            and not self.is_suspect
         )
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what kills workers: it then runs alone until it has got a token."""
+        return self.losses >= SUSPECT_LOSSES
 
     @property
     def is_swapped(self) -> bool:

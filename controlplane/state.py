@@ -28,8 +28,10 @@ class GangState:
         waiting: OrderedGroups,
         counters: Counters,
         speeds: Speeds | None = None,
+        number: int = 0,
     ) -> None:
-        self.waiting = waiting  # shared by all gangs
+        self.number = number  # of the gang
+        self.waiting = waiting  # all groups that wait; of several gangs each has a part of them
         self.counters = counters
         self.speeds = speeds or Speeds()
         self.preempted = OrderedGroups()
@@ -52,6 +54,7 @@ class GangState:
         self.slots = SlotTable(shape.num_slots, shape.max_model_len)
         self.pending = Pending()
         self._prefilling: list[Sequence] = []
+        self.suspect: SequenceGroup | None = None  # a running group that may kill the worker
         self._in_flight: deque[Flight] = deque()
         self._cancels: list[int] = []  # for each: the last plan that was done when it came
         self.next_number = 0
@@ -94,9 +97,20 @@ class GangState:
         self.preempted.add(group)
         self.counters.preemptions[kind] += 1
 
-    def _forget_swapped(self, group: SequenceGroup) -> None:
+    def _make_free(self, group: SequenceGroup) -> None:
+        """A preempted group that has nothing on this gang any more may run on any."""
         for sequence in group.sequences:
             sequence.swapped = None
+        group.state, group.gang = State.WAITING, None
+
+    def has_progressed(self, group: SequenceGroup) -> bool:
+        """Whether a running group has got a token since it was admitted."""
+        known, prompt = self.slots.known, len(group.prompt)
+        # While a sequence holds a slot, its `outputs` are those that it came with.
+        return any(
+            sequence.slot is not None and int(known[sequence.slot]) - prompt > len(sequence.outputs)
+            for sequence in group.live
+        )
 
     def _count_swapped(self, direction: str, blocks: int) -> None:
         self.counters.swapped_blocks[direction] += blocks
@@ -160,6 +174,13 @@ class GangState:
             self.waiting.remove(group)
         elif group.state is State.PREEMPTED:
             self.preempted.remove(group)
+
+    def groups_in_flight(self) -> set[SequenceGroup]:
+        """Running groups with a row in a plan that has no result yet."""
+        rows = {int(slot) for flight in self._in_flight for slot in flight.current_rows(self.slots)}
+        drawn = {sequence.group for slot in rows if (sequence := self.slots.sequences[slot])}
+        chunks = {group for flight in self._in_flight for group in flight.chunks}
+        return {group for group in drawn | chunks if group.state is State.RUNNING}
 
     def check(self) -> None:
         """Raises AssertionError unless every block, slot and group is accounted for."""

@@ -10,6 +10,7 @@ from octavo.controlplane.draft import Draft, Shape
 from octavo.controlplane.outputs import Outputs
 from octavo.controlplane.scheduler import Scheduler
 from octavo.controlplane.sequence import OrderedGroups, SequenceGroup
+from octavo.controlplane.suspects import count_loss
 from octavo.proto.plan import Sampling
 from octavo.proto.session import Finish, SampleState, Submit
 from octavo.proto.wire import int32s
@@ -109,10 +110,17 @@ class Driver:
                 return
         raise AssertionError(f"not idle after {steps} steps")
 
-    def reset(self, gang: Shape) -> None:
+    def reset(self, gang: Shape, orderly: bool = True) -> None:
         """The worker is lost and another one comes."""
         self.frames.clear()
-        self.scheduler.reset(gang)
+        cause = None if orderly else count_loss(self.scheduler)
+        for group in self.scheduler.evacuate():
+            if group is cause:
+                self.scheduler.fail(group, "INTERNAL", "lost alone")
+            else:
+                self.waiting.add(group)
+        self.scheduler.begin(gang, self.scheduler.speeds)
+        self.scheduler.refit(self.waiting)
         self._hear(self.scheduler.take_outputs())
         self.worker = ToyWorker(gang)
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from driver import GATEWAY, Driver, shape, submit
 
+from octavo.controlplane.draft import Shape
 from octavo.controlplane.pins import PrefixRefused, PrefixRegistry
 from octavo.proto.session import Pin, Pins
 from octavo.proto.wire import int32s
@@ -27,7 +28,12 @@ class PinDriver(Driver):
 
     def pin(self, name: str, tokens: list[int], salt: str = "") -> Pins | None:
         pin = Pin(gateway=GATEWAY, query=1, name=name, tokens=int32s(tokens), cache_salt=salt)
-        return self.registry.register(pin, self.scheduler)
+        return self.registry.register(pin, [self.scheduler])
+
+    def reset(self, gang: Shape, orderly: bool = True) -> None:
+        super().reset(gang, orderly)
+        self.registry.leave(self.scheduler.number)
+        self.answers += self.registry.recompute(self.scheduler)
 
 
 def test_a_prefix_is_computed_once_and_found_by_everyone() -> None:
@@ -65,11 +71,11 @@ def test_pinned_blocks_outlive_pressure_and_go_when_unregistered() -> None:
     driver.add(asks)
     driver.run()
     assert driver.told[20].cached == 12
-    driver.registry.unregister("system", driver.scheduler)
+    driver.registry.unregister("system", [driver.scheduler])
     driver.scheduler.check()
     assert driver.scheduler.blocks.device.state().pinned == 0
     with pytest.raises(PrefixRefused, match="no prefix"):
-        driver.registry.unregister("system", driver.scheduler)
+        driver.registry.unregister("system", [driver.scheduler])
 
 
 def test_two_names_may_share_blocks() -> None:
@@ -79,10 +85,10 @@ def test_two_names_may_share_blocks() -> None:
     driver.pin("b", [*SYSTEM[:12], 1, 2, 3, 4])
     driver.run()
     assert driver.scheduler.blocks.num_pinned == 4
-    driver.registry.unregister("a", driver.scheduler)
+    driver.registry.unregister("a", [driver.scheduler])
     driver.scheduler.check()
     assert driver.scheduler.blocks.num_pinned == 4
-    driver.registry.unregister("b", driver.scheduler)
+    driver.registry.unregister("b", [driver.scheduler])
     driver.scheduler.check()
     assert driver.scheduler.blocks.num_pinned == 0
 
@@ -146,7 +152,6 @@ def test_a_new_epoch_computes_prefixes_again(steps: int) -> None:
     for _ in range(steps):
         driver.step()
     driver.reset(dataclasses.replace(driver.scheduler.shape, epoch=2))
-    driver.registry.recompute(driver.scheduler)
     driver.run()
     assert driver.scheduler.blocks.num_pinned == 3
     driver.scheduler.check()
@@ -157,7 +162,7 @@ def test_who_waits_for_a_prefix_that_is_given_up_is_told() -> None:
     driver = PinDriver(prefill_chunk=5)
     driver.pin("system", SYSTEM)
     driver.step()
-    [(gateway, answer)] = driver.registry.unregister("system", driver.scheduler)
+    [(gateway, answer)] = driver.registry.unregister("system", [driver.scheduler])
     assert (gateway, answer.code) == (GATEWAY, "NOT_FOUND")
     driver.run()
     driver.check_idle()
@@ -170,7 +175,7 @@ def test_who_waits_for_a_prefix_that_fits_no_more_is_told() -> None:
     driver.run()
     driver.answers.clear()
     driver.reset(dataclasses.replace(driver.scheduler.shape, epoch=2, num_blocks=2))
-    assert driver.registry.recompute(driver.scheduler) == []
-    assert driver.registry.states(driver.scheduler) == []
+    assert driver.answers == []
+    assert driver.registry.states() == []
     driver.run()
     driver.check_idle()

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from octavo.controlplane.draft import Shape
 from octavo.controlplane.pins import PrefixRefused, PrefixRegistry
 from octavo.controlplane.sequence import SequenceGroup, State
 from octavo.proto.plan import Beams, Sampling
@@ -57,6 +58,11 @@ class WatchedDriver(Driver):
     def _hear(self, outputs: Any) -> None:
         super()._hear(outputs)
         self.registry.computed(outputs.ended_prefixes, self.scheduler)
+
+    def reset(self, gang: Shape, orderly: bool = True) -> None:
+        super().reset(gang, orderly)
+        self.registry.leave(self.scheduler.number)
+        self.registry.recompute(self.scheduler)
 
 
 class Machine(RuleBasedStateMachine):
@@ -148,24 +154,23 @@ class Machine(RuleBasedStateMachine):
     def pin(self, salt: int, length: int) -> None:
         pin = Pin(gateway=GATEWAY, query=1, name=str(salt), tokens=int32s(PROMPTS[salt][:length]))
         try:
-            self.driver.registry.register(pin, self.driver.scheduler)
+            self.driver.registry.register(pin, [self.driver.scheduler])
         except PrefixRefused:
             return
 
     @rule(salt=st.integers(0, 3))
     def unpin(self, salt: int) -> None:
         try:
-            self.driver.registry.unregister(str(salt), self.driver.scheduler)
+            self.driver.registry.unregister(str(salt), [self.driver.scheduler])
         except PrefixRefused:
             return
         self.driver._hear(self.driver.scheduler.take_outputs())
 
-    @rule(unlucky=st.sampled_from([False, False, False, True]))
-    def lose_worker(self, unlucky: bool) -> None:
+    @rule(unlucky=st.sampled_from([False, False, False, True]), orderly=st.booleans())
+    def lose_worker(self, unlucky: bool, orderly: bool) -> None:
         if unlucky:
             epoch = self.driver.scheduler.shape.epoch + 1
-            self.driver.reset(shape(**{**vars(self.gang), "epoch": epoch}))
-            self.driver.registry.recompute(self.driver.scheduler)
+            self.driver.reset(shape(**{**vars(self.gang), "epoch": epoch}), orderly)
 
     @invariant()
     def everything_is_accounted_for(self) -> None:

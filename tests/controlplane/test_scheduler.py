@@ -285,6 +285,7 @@ def test_requests_that_waited_for_the_first_gang_are_fitted_and_served() -> None
         early.waiting.add(group)
         early.groups[group.id.request] = group
     early.scheduler = Scheduler(gang, early.waiting, early.counters)
+    early.scheduler.refit(early.waiting)
     early.run()
     early.check_answer(requests[0])
     early.check_answer(requests[1])

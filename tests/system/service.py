@@ -3,17 +3,17 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from ports import free_ports
 
 PORTS = (
     "gateway_port",
@@ -23,15 +23,6 @@ PORTS = (
     "grpc_port",
     "http_port",
 )
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on just now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for held in sockets:
-            held.bind(("127.0.0.1", 0))
-        return [held.getsockname()[1] for held in sockets]
 
 
 def octavo(command: str, options: dict[str, object], log: Path) -> subprocess.Popen[bytes]:
