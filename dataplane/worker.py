@@ -35,8 +35,8 @@ def end_now(code: int) -> NoReturn:
 
 
 def keep_torch_quiet() -> None:
-    """Leaves it to the worker's own lines that a rank is gone: torch warns of it with stack traces."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    """Leaves it to the worker's own lines that a rank is gone: torch tells it with stack traces."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 def yield_idle_cores() -> None:
