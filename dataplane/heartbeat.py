@@ -139,16 +139,16 @@ class Heartbeat(threading.Thread):
         self._heard = time.monotonic()
         if isinstance(message, Reset):
             self._controlplane = message.controlplane
-            self._main.send(frames[0])
             self._stop_collectives(message.epoch)
+            self._main.send(frames[0])
         elif isinstance(message, Seat):
             self._on_seat(message)
             self._main.send(frames[0])
         elif isinstance(message, BeatAnswer):
             self._on_answer(message)
         elif isinstance(message, Refused):
-            self._main.send(frames[0])
             self._stop_collectives(None)
+            self._main.send(frames[0])
             self._running = False
 
     def _stop_collectives(self, epoch: int | None) -> None:
