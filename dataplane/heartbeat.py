@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from octavo.dataplane.links import Socket, send
+from octavo.common.logs import LimitedLog
+from octavo.dataplane.links import Line, Socket, send
 from octavo.proto.session import (
     BeatAnswer,
     Join,
@@ -52,7 +53,7 @@ class Heartbeat(threading.Thread):
 
     def __init__(
         self,
-        control: Socket,
+        control: Line,
         main: Socket,
         hello: Join | Register,
         progress: Progress,
@@ -75,6 +76,7 @@ class Heartbeat(threading.Thread):
         # The first line comes after one second of silence.
         self._heard = self._logged = time.monotonic() - LOG_SECONDS + 1.0
         self._running = True
+        self._limited = LimitedLog(log)
 
     def run(self) -> None:
         try:
@@ -88,7 +90,8 @@ class Heartbeat(threading.Thread):
 
     def _loop(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._control, zmq.POLLIN)
+        for readable in (self._control.socket, self._control.monitor):
+            poller.register(readable, zmq.POLLIN)
         poller.register(self._main, zmq.POLLIN)
         next_beat = time.monotonic()
         while self._running:
@@ -97,19 +100,22 @@ class Heartbeat(threading.Thread):
                 next_beat = now + (BEAT_SECONDS if self._beat() else RETRY_SECONDS)
                 self._log_silence(now)
                 self._watch_main(now)
+                self._control.redial()
             events = dict(poller.poll(max(0, round((next_beat - time.monotonic()) * 1000))))
-            if self._control in events:
-                self._on_control(self._control.recv_multipart())
+            if self._control.monitor in events:
+                self._control.watch()
+            if self._control.socket in events:
+                self._on_control(self._control.socket.recv_multipart())
             if self._main in events:
                 self._on_main(self._main.recv())
 
     def _beat(self) -> bool:
         """False when there is no connection."""
         if self._controlplane is None:
-            return send(self._control, self._hello.pack())
+            return send(self._control.socket, self._hello.pack())
         epoch, plans = self._progress.done
         beat = WorkerBeat(incarnation=self._hello.incarnation, epoch=epoch, plans_done=plans)
-        return send(self._control, beat.pack())
+        return send(self._control.socket, beat.pack())
 
     def _log_silence(self, now: float) -> None:
         if now - self._heard >= LOG_SECONDS and now - self._logged >= LOG_SECONDS:
@@ -134,7 +140,7 @@ class Heartbeat(threading.Thread):
                 raise ProtocolError(f"frame: a message of {len(frames)} parts")
             message = unpack(frames[0], Reset, Seat, BeatAnswer, Refused)
         except ProtocolError as error:
-            log.warning("refused a frame from the control plane: %s", error)
+            self._limited.warning("frame", "refused a frame from the control plane: %s", error)
             return
         self._heard = time.monotonic()
         if isinstance(message, Reset):
@@ -174,12 +180,12 @@ class Heartbeat(threading.Thread):
     def _introduce(self, hello: Join | Register) -> None:
         """Says it now, and again with every beat until it is answered."""
         self._hello, self._controlplane = hello, None
-        send(self._control, hello.pack())
+        send(self._control.socket, hello.pack())
 
     def _on_main(self, frame: bytes) -> None:
         message = unpack(frame, Register, Ready, WorkerBye)
         if isinstance(message, Register):
             self._introduce(message)
         else:
-            send(self._control, frame)
+            send(self._control.socket, frame)
         self._running = not isinstance(message, WorkerBye)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import zmq
 
+from octavo.common.curve import ClientKeys, client_keys
+from octavo.common.exposure import check_exposure
 from octavo.common.modelfiles import ModelError, ModelFiles, gguf_reader, open_model
 from octavo.common.options import OptionError
 from octavo.common.probes import ProbeServer
@@ -15,7 +17,7 @@ from octavo.dataplane.engine import Engine, EngineError
 from octavo.dataplane.engines.choice import choose_kernels
 from octavo.dataplane.engines.choice import load_engine as load_engine
 from octavo.dataplane.heartbeat import Heartbeat, Progress
-from octavo.dataplane.links import Context, connect, send, thread_pair
+from octavo.dataplane.links import Context, Line, send, thread_pair
 from octavo.dataplane.memory import available_memory
 from octavo.dataplane.metrics import WorkerMetrics
 from octavo.dataplane.models.shard import ALONE, Collectives, Shard
@@ -77,19 +79,19 @@ class Link:
     def __init__(
         self,
         options: WorkerOptions,
+        keys: ClientKeys | None,
         hello: Join | Register,
         progress: Progress,
         interruption: Interruption | None = None,
     ) -> None:
         self._context: Context = zmq.Context()
-        host, port = options.controlplane_host, options.worker_port
+        place = f"{options.controlplane_host}:{options.worker_port}"
         self.data, control = (
-            connect(self._context, host, port, identity(hello.incarnation))
+            Line(self._context, f"tcp://{place}", identity(hello.incarnation), keys)
             for identity in (data_identity, control_identity)
         )
         self.heart, main_end = thread_pair(self._context)
         self._bye = WorkerBye(incarnation=hello.incarnation).pack()
-        place = f"{host}:{port}"
         self._thread = Heartbeat(control, main_end, hello, progress, place, interruption)
         self._thread.start()
 
@@ -114,23 +116,24 @@ class Worker:
     def work(self) -> None:
         """Until the stop signal. Raises what `run` knows."""
         check_seat_options(self.options)
+        keys = client_keys(self.options.curve_keys, "worker")
         if self.options.tensor_parallel == 1:
-            self._alone()
+            self._alone(keys)
         else:
-            self._in_a_gang()
+            self._in_a_gang(keys)
 
-    def _alone(self) -> None:
+    def _alone(self, keys: ClientKeys | None) -> None:
         files, engine = _load(self.options, ALONE)
         if self.stop.requested:
             return
         register = describe(files, engine, self.options, _new_incarnation())
-        link = Link(self.options, register, self.progress)
+        link = Link(self.options, keys, register, self.progress)
         try:
             self._run(link, register, engine, None)
         finally:
             link.close()
 
-    def _in_a_gang(self) -> None:
+    def _in_a_gang(self, keys: ClientKeys | None) -> None:
         """Takes a seat first, because it says which part of the weights to read."""
         options, files = self.options, open_model(self.options.model, self.options.served_model_name)
         join = Join(
@@ -140,7 +143,7 @@ class Worker:
             gang=options.gang,
             rank=options.rank,
         )
-        link = Link(options, join, self.progress, self.interruption)
+        link = Link(options, keys, join, self.progress, self.interruption)
         try:
             seat = take_seat(link.heart, join, self.stop)
             if seat is not None:
@@ -151,8 +154,8 @@ class Worker:
     def _seated(self, link: Link, join: Join, seat: Seat) -> None:
         options = self.options
         collectives = GangCollectives(Shard(seat.rank, join.tensor_parallel), self.interruption)
+        host = advertised_host(options)
         files, engine = _load(options, collectives)
-        host = options.advertise_host or address_towards(options.controlplane_host, options.worker_port)
         gang = Gang(seat.gang, collectives, host, engine.describe().device)
         register = describe(files, engine, options, join.incarnation)
         register.gang, register.rank, register.rendezvous = seat.gang, seat.rank, gang.address
@@ -176,6 +179,23 @@ def check_seat_options(options: WorkerOptions) -> None:
             f"--rank {options.rank}: with --tensor-parallel {options.tensor_parallel} the ranks are "
             f"0 to {options.tensor_parallel - 1}"
         )
+
+
+def advertised_host(options: WorkerOptions) -> str:
+    """Where the other ranks reach this one: what ranks say to one another nothing protects.
+
+    Raises:
+        OptionError: it is not for this machine alone, and nobody said that it may be open.
+    """
+    found = options.advertise_host or address_towards(options.controlplane_host, options.worker_port)
+    check_exposure(
+        "--advertise-host",
+        found,
+        "all ranks of a gang one machine and --advertise-host 127.0.0.1",
+        is_protected=False,
+        insecure=options.insecure,
+    )
+    return found
 
 
 def _new_incarnation() -> int:

@@ -10,7 +10,7 @@ from controlplane_side import ControlPlaneSide, reset_message
 from test_worker_sizes import MODEL
 
 from octavo.dataplane.heartbeat import STUCK_EXIT, Heartbeat, Progress
-from octavo.dataplane.links import Context, Socket, connect, thread_pair
+from octavo.dataplane.links import Context, Line, Socket, thread_pair
 from octavo.proto.session import (
     Join,
     Ready,
@@ -52,7 +52,7 @@ class Beating:
 @pytest.fixture
 def beating() -> Iterator[Beating]:
     side, context, progress = ControlPlaneSide(), Context(), Progress()
-    control = connect(context, "127.0.0.1", side.port, control_identity(WORKER))
+    control = Line(context, f"tcp://127.0.0.1:{side.port}", control_identity(WORKER), None)
     heart, main_end = thread_pair(context)
     made = Beating(side, heart, progress)
     thread = Heartbeat(control, main_end, JOIN, progress, "here", made.interrupted.append)
@@ -100,12 +100,12 @@ STUCK = """
 import sys, time
 import zmq
 from octavo.dataplane.heartbeat import Heartbeat, Progress
-from octavo.dataplane.links import connect, thread_pair
+from octavo.dataplane.links import Line, thread_pair
 from octavo.proto.session import Join, ModelInfo, control_identity
 model = ModelInfo(name="tiny", family="llama", digest="d", vocab_size=300, max_model_len=256)
 context = zmq.Context()
 heart, main_end = thread_pair(context)
-control = connect(context, "127.0.0.1", int(sys.argv[1]), control_identity(77))
+control = Line(context, "tcp://127.0.0.1:" + sys.argv[1], control_identity(77), None)
 join = Join(incarnation=77, tensor_parallel=2, model=model)
 Heartbeat(control, main_end, join, Progress(), "here", lambda epoch: None, stuck_seconds=0.5).start()
 time.sleep(60)
