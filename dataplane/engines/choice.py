@@ -131,6 +131,8 @@ def _load_torch(
         raise EngineError(f"--kv-dtype {options.kv_dtype} {wants} ({reason})")
     torch.set_num_threads(options.threads or available_cpus())
     kernels = choose_kernels(options.kernels, device)
+    if device != "cpu":
+        torch.cuda.set_device(device)  # kernels are launched on the current one
     engine = TorchEngine(files, device, dtype, kernels, kv_fp8, collectives)
     what = f"torch engine: {dtype} on {device}, KV cache {'fp8' if kv_fp8 else dtype}"
     shard = collectives.shard

@@ -19,7 +19,7 @@ from octavo.dataplane.engines.choice import load_engine
 from octavo.dataplane.options import WorkerOptions
 from octavo.dataplane.parallel.gang import Rendezvous, address_towards, split_address
 from octavo.dataplane.plan_loop import check_reset
-from octavo.dataplane.process import check_seat_options
+from octavo.dataplane.process import advertised_host, check_seat_options
 from octavo.proto.plan import Fault
 from octavo.proto.session import Join, Refused, Register, Seat, WorkerBeat, WorkerBye
 from octavo.proto.wire import ProtocolError
@@ -248,6 +248,14 @@ def test_openvino_is_not_for_shards(model_folder: Path) -> None:
 def test_an_address_that_is_not_here_is_refused() -> None:
     with pytest.raises(OptionError, match=r"--advertise-host 203\.0\.113\.7: this machine cannot"):
         Rendezvous("203.0.113.7")
+
+
+def test_what_ranks_say_is_not_for_other_machines_unless_it_may_be() -> None:
+    given = {"tensor_parallel": 2, "advertise_host": "203.0.113.7"}
+    with pytest.raises(OptionError, match=r"--advertise-host 203\.0\.113\.7 lets other machines in"):
+        advertised_host(WorkerOptions(**given))  # type: ignore[arg-type]
+    assert advertised_host(WorkerOptions(**given, insecure=True)) == "203.0.113.7"  # type: ignore[arg-type]
+    assert advertised_host(WorkerOptions(tensor_parallel=2)) == "127.0.0.1"
 
 
 def test_loopback_is_advertised_to_loopback_alone() -> None:
