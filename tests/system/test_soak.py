@@ -1,8 +1,8 @@
 """A quarter of an hour of mixed load, cancels, kills and pauses: nothing leaks, no answer is wrong.
 
-Two workers, each a gang, and two gateways share one control plane. First there is load alone, in which
-memory must stay flat; then processes are killed or paused at random, and every answer must still be that
-of a quiet day. `OCTAVO_SOAK_MINUTES` makes it shorter or longer.
+Two workers, each a gang, and two gateways share one control plane. First there is load alone, in
+which memory must stay flat; then processes are killed or paused at random, and every answer must still
+be that of a quiet day. `OCTAVO_SOAK_MINUTES` makes it shorter or longer.
 """
 
 import os
