@@ -90,6 +90,15 @@ class SampleText:
                 return False
         return self._push_text(self._decoder.push(token))
 
+    @property
+    def unread(self) -> int:
+        """Tokens that wait until somebody takes them."""
+        return len(self._pending.token_ids)
+
+    def drop_unread(self) -> None:
+        """Nobody will take what waits."""
+        self._pending = _Pending()
+
     def finish(self, reason: str, score: float | None = None) -> None:
         """The sample has ended by its length or by an ending token; `score` of a hypothesis."""
         self._score = score
