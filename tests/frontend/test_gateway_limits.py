@@ -225,7 +225,11 @@ def test_a_long_call_survives_a_client_that_pings_every_second(
 
     async def test(s: Scene) -> None:
         await s.driver.welcome()
-        eager = [("grpc.keepalive_time_ms", 1000), ("grpc.keepalive_permit_without_calls", 1)]
+        eager = [
+            ("grpc.keepalive_time_ms", 1000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),  # as many as it likes
+        ]
         target = f"127.0.0.1:{gateway.grpc_port}"
         async with grpc.aio.insecure_channel(target, options=eager) as channel:
             sampling = pb.SamplingParams(max_tokens=len(ids))
