@@ -5,6 +5,7 @@ with Client("127.0.0.1:50051") as client:
         print(delta.text, end="")
 """
 
+import time
 import typing
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Self
 
 import grpc
 
+from octavo.frontend.resuming import Progress
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc
 
@@ -41,20 +43,36 @@ class ClientError(Exception):
 
 
 class Client:
-    """A connection to a gateway. Every method raises ClientError."""
+    """A connection to a gateway, or to one of several. Every method raises ClientError.
 
-    def __init__(self, target: str, api_key: str | None = None, tls_ca: Path | None = None) -> None:
+    A stream whose gateway goes away is continued, on the same or another gateway: its reader sees no
+    gap and no repeat.
+    """
+
+    def __init__(
+        self,
+        target: str | Sequence[str],
+        api_key: str | None = None,
+        tls_ca: Path | None = None,
+        patience: float = 30.0,
+    ) -> None:
         """
         Args:
-            target: ``host:port``.
+            target: ``host:port`` of a gateway, or of several that share a control plane.
             api_key: what the gateway asks its clients for, if it does.
             tls_ca: PEM file of the certificates to trust; with it the connection speaks TLS.
+            patience: seconds for which a stream that has begun looks for a gateway to go on with.
 
         Raises OSError where the file cannot be read.
         """
         self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
-        self._channel = _open_channel(target, tls_ca)
-        self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
+        targets = [target] if isinstance(target, str) else list(target)
+        if not targets:
+            raise ValueError("target: must name at least one gateway")
+        self._patience = patience
+        self._channels = [_open_channel(target, tls_ca) for target in targets]
+        self._stubs: list[Any] = [generation_pb2_grpc.GenerationStub(c) for c in self._channels]  # type: ignore[no-untyped-call]
+        self._current = 0  # the gateway that is asked first
 
     def generate(
         self, prompt: Prompt, *, echo: bool = False, timeout: float | None = None, **sampling: Any
@@ -69,14 +87,23 @@ class Client:
 
         Closing the iterator cancels the request.
         """
-        request = make_request(prompt, echo=echo, **sampling)
-        call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
-        try:
-            yield from call
-        except grpc.RpcError as error:
-            raise _client_error(error) from error
-        finally:
-            call.cancel()
+        progress = Progress(make_request(prompt, echo=echo, **sampling))
+        deadline = None if timeout is None else time.monotonic() + timeout
+        retries = _Retries(len(self._stubs), self._patience)
+        while not progress.is_whole:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            call = self._stub.Generate(progress.request(), timeout=left, metadata=self._metadata)
+            try:
+                for delta in call:
+                    retries.succeeded()
+                    yield progress.take(delta)
+            except grpc.RpcError as error:
+                failure = _client_error(error)
+                self._current += 1
+                if failure.code != "UNAVAILABLE" or not retries.wait(progress.has_begun):
+                    raise failure from error
+            finally:
+                call.cancel()
 
     def model_info(self, timeout: float = 10.0) -> pb.GetModelInfoReply:
         reply: pb.GetModelInfoReply = self._call(
@@ -111,8 +138,13 @@ class Client:
         )
         return reply
 
+    @property
+    def _stub(self) -> Any:
+        return self._stubs[self._current % len(self._stubs)]
+
     def close(self) -> None:
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -132,9 +164,37 @@ class Client:
             raise _client_error(error) from error
 
 
+class _Retries:
+    """When to ask again: each gateway once at first; for `patience` seconds once a stream has begun."""
+
+    def __init__(self, gateways: int, patience: float) -> None:
+        self._gateways, self._patience = gateways, patience
+        self.succeeded()
+
+    def succeeded(self) -> None:
+        self._failures, self._since = 0, 0.0
+
+    def wait(self, has_begun: bool) -> bool:
+        """Waits before the next try. False: there is none."""
+        self._since = self._since or time.monotonic()
+        self._failures += 1
+        if not has_begun:
+            return self._failures < self._gateways
+        if time.monotonic() - self._since > self._patience:
+            return False
+        if self._failures % self._gateways == 0:
+            time.sleep(min(0.1 * 2 ** (self._failures // self._gateways), 2.0))
+        return True
+
+
 @typing.no_type_check  # gRPC has no types
 def _open_channel(target: str, tls_ca: Path | None) -> Any:
-    options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+    options = [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        # A gateway that has vanished or hangs is left for another one.
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+    ]
     if tls_ca is None:
         return grpc.insecure_channel(target, options=options)
     credentials = grpc.ssl_channel_credentials(tls_ca.read_bytes())

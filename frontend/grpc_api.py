@@ -25,6 +25,7 @@ from octavo.frontend.grpc_messages import (
     read_request,
     server_info,
 )
+from octavo.frontend.readable import ReadableMessages
 from octavo.frontend.sample import Delta
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc
@@ -60,7 +61,7 @@ class GrpcApi:
         """
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = grpc.aio.server(
-            interceptors=[KeyInterceptor(doorkeeper)] if doorkeeper else [],
+            interceptors=[*([KeyInterceptor(doorkeeper)] if doorkeeper else []), ReadableMessages()],
             options=_OPTIONS,
             maximum_concurrent_rpcs=max_calls,
         )

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from octavo.frontend.errors import invalid, not_offered
-from octavo.frontend.requests import ChatPrompt, GenerateCall, SamplingRequest
+from octavo.frontend.errors import invalid
+from octavo.frontend.requests import ChatPrompt, GenerateCall, SampleSoFar, SamplingRequest
 from octavo.frontend.sample import Delta, TokenScore
 from octavo.frontend.streams import Stream
 from octavo.frontend.tokenizer import Tokenizer
@@ -40,15 +40,22 @@ _SCALARS = (
 
 def read_request(request: pb.GenerateRequest) -> GenerateCall:
     """The call that a client's message makes. Raises RequestError."""
-    if request.HasField("resume"):
-        raise not_offered("resume", "continuing a stream (resume)")
     return GenerateCall(
         prompt=_read_prompt(request),
         sampling=_read_sampling(request.sampling),
         echo=request.echo,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        resume=_read_resume(request),
     )
+
+
+def _read_resume(request: pb.GenerateRequest) -> list[SampleSoFar]:
+    if not request.HasField("resume"):
+        return []
+    if not request.resume.samples:
+        raise invalid("resume.samples", "must have a sample for each of n")
+    return [SampleSoFar(list(s.token_ids), s.finish_reason) for s in request.resume.samples]
 
 
 def read_chat(chat: pb.ChatPrompt) -> ChatPrompt:

@@ -89,6 +89,11 @@ class LiveRequest:
     def done(self) -> bool:
         return all(sample.finish for sample in self.samples)
 
+    def resume(self, samples: Sequence[SampleProgress]) -> None:
+        """Begins with what was generated elsewhere; the listener has heard of it."""
+        self.samples = list(samples)
+        self.received = sum(len(sample.tokens) for sample in samples)
+
     def next_attempt(self) -> None:
         """From here on, answers to what was sent before count no more.
 
@@ -100,12 +105,13 @@ class LiveRequest:
             self.attempt += 1
             self.sent = False
         if self.beams is None:
-            self._finish_ended_samples()
+            self.finish_ended_samples()
         else:
             self.samples = [SampleProgress() for _ in self.samples]
             self.received = 0
 
-    def _finish_ended_samples(self) -> None:
+    def finish_ended_samples(self) -> None:
+        """Finishes samples that have their last token already."""
         for index, sample in enumerate(self.samples):
             if sample.tokens and sample.tokens[-1] in self._endings:
                 self.take_finish(index, "stop", sample.tokens[-1])

@@ -56,6 +56,14 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class SampleSoFar:
+    """What a client has already of a sample whose stream is continued."""
+
+    tokens: Sequence[int]
+    finish_reason: str = ""  # empty while unfinished
+
+
+@dataclass(frozen=True)
 class GenerateCall:
     """One prompt and how to go on from it."""
 
@@ -67,3 +75,4 @@ class GenerateCall:
     add_special_tokens: bool = True  # text prompts only
     # The most tokens to generate where `max_tokens` is None and the context has room for more.
     default_max_tokens: int | None = None
+    resume: Sequence[SampleSoFar] = ()  # of each sample, in order; empty: the stream begins here

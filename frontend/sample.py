@@ -99,6 +99,16 @@ class SampleText:
         """Nobody will take what waits."""
         self._pending = _Pending()
 
+    def resume(self, tokens: Sequence[int], finish_reason: str) -> None:
+        """Begins behind what the client has already; an echo was in front of the first token."""
+        if not tokens and not finish_reason:
+            return
+        for token in tokens:
+            self.push(token, None)
+        self._pending = _Pending()
+        if finish_reason:
+            self.finish_reason, self._taken_last = finish_reason, True
+
     def finish(self, reason: str, score: float | None = None) -> None:
         """The sample has ended by its length or by an ending token; `score` of a hypothesis."""
         self._score = score

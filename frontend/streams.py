@@ -10,9 +10,9 @@ from typing import Self
 
 from octavo.frontend.errors import RequestError
 from octavo.frontend.link import Link
-from octavo.frontend.live import LiveRequest, Score
+from octavo.frontend.live import LiveRequest, SampleProgress, Score
 from octavo.frontend.metrics import Metrics
-from octavo.frontend.requests import GenerateCall, SamplingRequest, Usage
+from octavo.frontend.requests import GenerateCall, SampleSoFar, SamplingRequest, Usage
 from octavo.frontend.sample import Delta, SampleText, TextRules, TokenScore
 from octavo.proto.plan import Beams, Sampling
 
@@ -60,6 +60,8 @@ class Stream:
         self._ended = False
         if self._wants_scores:
             self.prompt_scores.append(TokenScore(self.prompt_ids[0], None, (), 0))
+        if call.resume:
+            self._resume(call.resume)
 
     def start(self, wake: Callable[[], None]) -> None:
         """Sends the request out; `wake` is called whenever there is something to take."""
@@ -67,8 +69,21 @@ class Stream:
         if self._live.max_tokens == 0 and not self._wants_scores:
             for i in range(len(self._samples)):  # there is nothing to compute
                 self.on_finish(i, "length", None, None)
-        else:
+            return
+        self._live.finish_ended_samples()
+        if not self._live.done:
             self._link.open(self._live)
+        elif not self._ended:  # a stop string was complete in what is continued
+            self._end_if_finished()
+        self._wake()
+
+    def _resume(self, samples: Sequence[SampleSoFar]) -> None:
+        """Continues a stream whose client has these outputs."""
+        progress = []
+        for text, sample in zip(self._samples, samples, strict=True):
+            text.resume(sample.tokens, sample.finish_reason)
+            progress.append(SampleProgress(list(sample.tokens), text.finish_reason))
+        self._live.resume(progress)
 
     def take(self) -> list[Delta]:
         """What is new. Raises RequestError if the request failed."""

@@ -10,7 +10,8 @@ import numpy as np
 
 from octavo.frontend.errors import invalid
 from octavo.frontend.requests import GenerateCall, SamplingRequest
-from octavo.proto.plan import Sampling
+from octavo.proto.plan import EARLY_STOPPING, Sampling
+from octavo.proto.session import FINISH_REASONS
 from octavo.proto.wire import float32s, int32s
 
 MAX_N = 64
@@ -22,7 +23,6 @@ MAX_LOGPROBS = 20
 MAX_CACHE_SALT = 256
 MAX_PREFIX_NAME = 256
 MAX_LENGTH_PENALTY = 10
-EARLY_STOPPING = ("true", "false", "never")
 MAX_SEED = (1 << 64) - 1
 _MAX_INT32 = (1 << 31) - 1
 
@@ -72,6 +72,27 @@ def check_call(call: GenerateCall, limits: Limits) -> None:
         raise invalid("priority", f"must be in [{-_MAX_INT32 - 1}, {_MAX_INT32}]")
     _check_cache_salt(call.cache_salt)
     _check_sampling(call.sampling, limits)
+    if call.resume:
+        _check_resume(call, limits)
+
+
+def _check_resume(call: GenerateCall, limits: Limits) -> None:
+    sampling = call.sampling
+    if sampling.use_beam_search or sampling.num_samples > sampling.n:
+        raise invalid("resume", "is not for use_beam_search or best_of, which begin anew: leave it out")
+    if sampling.seed is None:
+        raise invalid("resume", "needs sampling.seed: that of the stream which is continued")
+    if len(call.resume) != sampling.n:
+        raise invalid(
+            "resume", f"must have a sample for each of n ({sampling.n}), got {len(call.resume)}"
+        )
+    for i, sample in enumerate(call.resume):
+        check_ids(f"resume.samples[{i}].token_ids", sample.tokens, limits)
+        if sample.finish_reason not in ("", *FINISH_REASONS):
+            reasons = ", ".join(FINISH_REASONS)
+            raise invalid(f"resume.samples[{i}].finish_reason", f"must be empty or one of {reasons}")
+    if all(sample.finish_reason for sample in call.resume):
+        raise invalid("resume", "has finished samples only: nothing is left to generate")
 
 
 def check_prefix_name(name: str) -> None:
@@ -119,6 +140,9 @@ def check_tokens(call: GenerateCall, prompt: Sequence[int], limits: Limits) -> i
         )
     if call.sampling.min_tokens > wanted:
         raise invalid("min_tokens", f"is {call.sampling.min_tokens}, above max_tokens ({wanted})")
+    longest = max((len(sample.tokens) for sample in call.resume), default=0)
+    if longest > wanted:
+        raise invalid("resume", f"has a sample of {longest} tokens, above max_tokens ({wanted})")
     return wanted
 
 

@@ -108,7 +108,7 @@ def test_model_and_server_info(stub: Any) -> None:
         (pb.GenerateRequest(), "INVALID_ARGUMENT", "prompt"),
         (pb.GenerateRequest(text="x", model="gpt-9"), "NOT_FOUND", "gpt-9"),
         (pb.GenerateRequest(text="x", cache_salt="s" * 257), "INVALID_ARGUMENT", "cache_salt"),
-        (pb.GenerateRequest(text="x", resume=pb.ResumeFrom()), "UNIMPLEMENTED", "resume"),
+        (pb.GenerateRequest(text="x", resume=pb.ResumeFrom()), "INVALID_ARGUMENT", "resume.samples"),
         (
             pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="x")])),
             "INVALID_ARGUMENT",
