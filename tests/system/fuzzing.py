@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgpack
@@ -194,5 +194,4 @@ def _json_value(rng: random.Random) -> Any:
 def grpc_call(rng: random.Random, real: list[tuple[str, bytes]]) -> tuple[str, bytes]:
     """A method and the bytes of its message."""
     method, message = rng.choice(real)
-    change: Callable[[random.Random, bytes], bytes] = mutated_bytes
-    return method, change(rng, message)
+    return method, mutated_bytes(rng, message)

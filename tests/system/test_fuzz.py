@@ -3,6 +3,7 @@
 Memory is judged by the resident set of each process, after a fifth of the input and after all of it.
 """
 
+import functools
 import http.client
 import random
 import socket
@@ -35,8 +36,17 @@ GROWTH = 10 << 20  # bytes that a process may grow by, or 5 % if that is more
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service whose gateways hold short leases, so that what invented ones asked for is soon gone."""
-    with Service(tmp_path_factory.mktemp("fuzzed") / "log", {"lease": 5}) as service:
+    """A service whose gateways hold short leases, so that what invented ones asked for is soon gone.
+
+    Its pool is small and used whole before anything is weighed: a pool's memory is the system's until
+    it is touched.
+    """
+    options: dict[str, object] = {"lease": 5, "num_kv_blocks": 48, "swap_blocks": 0}
+    with Service(tmp_path_factory.mktemp("fuzzed") / "log", options) as service:
+        with grpc.insecure_channel(service.target) as channel, ThreadPoolExecutor(4) as pool:
+            stub = pb_grpc.GenerationStub(channel)
+            asked = [request([5 + i] * 300, max_tokens=4, ignore_eos=True) for i in range(12)]
+            list(pool.map(lambda one: stream(stub, one), asked))
         yield service
         assert "it is started again" not in service.log.read_text()
         assert service.stop() == 0
@@ -102,6 +112,11 @@ def test_frames_at_the_control_plane(target: Service, port: str, count: int) -> 
     rng = random.Random(count)
     digest = open_model("demo").info().digest
     address = ("127.0.0.1", int(str(target.options[f"{port}_port"])))
+    if port == "gateway":
+        messages = functools.partial(gateway_messages, digest=digest)
+        identities = [gateway_identity]
+    else:
+        messages, identities = functools.partial(worker_messages), [control_identity, data_identity]
     refused = f'octavo_frames_refused_total{{socket="{port}"}}'
     before = target.metrics().get(refused, 0.0)
 
@@ -110,24 +125,10 @@ def test_frames_at_the_control_plane(target: Service, port: str, count: int) -> 
         with zmq.Context() as context:
             for _ in range(0, count, FRAMES_PER_CONNECTION):
                 incarnation = rng.getrandbits(63)
-                real = (
-                    gateway_messages(incarnation, digest)
-                    if port == "gateway"
-                    else worker_messages(incarnation)
-                )
-                identities = (
-                    [gateway_identity] if port == "gateway" else [control_identity, data_identity]
-                )
-                identity = (
-                    rng.choice(identities)(incarnation) if rng.random() < 0.8 else rng.randbytes(9)
-                )
-                send_all(
-                    context,
-                    address,
-                    b"x" + identity[1:] if identity[:1] == b"\0" else identity,
-                    rng,
-                    real,
-                )
+                real = messages(incarnation)
+                known = rng.choice(identities)(incarnation)
+                identity = known if rng.random() < 0.8 else b"x" + rng.randbytes(8)
+                send_all(context, address, identity, rng, real)
 
     beside_good_streams(target, attack, count)
     assert target.metrics()[refused] - before > count / 2
@@ -202,14 +203,10 @@ def test_grpc_messages(target: Service, count: int) -> None:
     rng = random.Random(count)
     codes: dict[str, int] = {}
     small = pb.SamplingParams(max_tokens=1, stop=["x"], logit_bias={5: 1.5}, seed=7)
+    ids = pb.TokenIds(ids=[1, 2, 3])
     real: list[tuple[str, bytes]] = [
         ("Generate", pb.GenerateRequest(text="hello", sampling=small).SerializeToString()),
-        (
-            "GenerateUnary",
-            pb.GenerateRequest(
-                token_ids=pb.TokenIds(ids=[1, 2, 3]), sampling=small
-            ).SerializeToString(),
-        ),
+        ("GenerateUnary", pb.GenerateRequest(token_ids=ids, sampling=small).SerializeToString()),
         ("Tokenize", pb.TokenizeRequest(text="hello there").SerializeToString()),
         ("Detokenize", pb.DetokenizeRequest(token_ids=[1, 2, 3]).SerializeToString()),
     ]
@@ -221,12 +218,12 @@ def test_grpc_messages(target: Service, count: int) -> None:
                 codes[code] = codes.get(code, 0) + 1
 
     beside_good_streams(target, attack, count)
-    assert not set(codes) & {"UNKNOWN", "UNAVAILABLE"}, codes
-    assert codes.get("INVALID_ARGUMENT", 0) + codes.get("unreadable", 0) > count / 10, codes
+    assert set(codes) <= {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND"}, codes
+    assert codes["INVALID_ARGUMENT"] > count / 4, codes
 
 
 def ask_grpc(channel: grpc.Channel, method: str, message: bytes) -> str:
-    """The status of a call; `unreadable` for a message that is not one of the schema."""
+    """The status of a call, which a stream's first message makes OK."""
     path = f"/octavo.v1.Generation/{method}"
     try:
         if method == "Generate":
@@ -236,8 +233,5 @@ def ask_grpc(channel: grpc.Channel, method: str, message: bytes) -> str:
         else:
             channel.unary_unary(path)(message, timeout=60)
     except grpc.RpcError as error:
-        if "deserializ" in (error.details() or ""):
-            return "unreadable"
-        assert error.code() is not grpc.StatusCode.INTERNAL, error.details()
         return str(error.code().name)
     return "OK"
