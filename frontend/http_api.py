@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from octavo.common.logs import OneLineASecond
 from octavo.frontend.access import Certificate
 from octavo.frontend.bounded_http import BoundedProtocol
 from octavo.frontend.doorkeeper import LoggedTls
@@ -196,6 +197,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, max_connections: int, certificate: Certificate | None) -> None:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.error").addFilter(OneLineASecond())  # such as of invalid requests
         config = uvicorn.Config(
             app,
             ssl_certfile=certificate.cert if certificate else None,
