@@ -129,6 +129,10 @@ class ControlPlaneSide:
         """Sends on the worker's control socket."""
         self._router.send_multipart([control_identity(self.worker), message.pack()])
 
+    def frames(self, identity: bytes, *frames: bytes) -> None:
+        """Sends what may be no message."""
+        self._router.send_multipart([identity, *frames])
+
     def data(self, *frames: bytes) -> None:
         """Sends on the worker's data socket."""
         self._router.send_multipart([data_identity(self.worker), *frames])
