@@ -41,6 +41,7 @@ class Driver:
         self.incarnation = incarnation
         self.socket = context.socket(zmq.ROUTER)
         self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.SNDHWM, 0)  # a full queue would drop messages without a word
         self.socket.bind(f"tcp://127.0.0.1:{port or '*'}")
         endpoint: Any = self.socket.get(zmq.LAST_ENDPOINT)
         self.address = str(endpoint.decode())
@@ -64,9 +65,10 @@ class Driver:
     async def send_frame(self, frame: bytes) -> None:
         await self.socket.send_multipart([self.gateway, frame])
 
-    async def welcome(self) -> None:
+    async def welcome(self, max_model_len: int = 64) -> None:
         await self.expect(Hello)
-        await self.send(Welcome(controlplane=self.incarnation, ready=True, max_model_len=64))
+        answer = Welcome(controlplane=self.incarnation, ready=True, max_model_len=max_model_len)
+        await self.send(answer)
 
     async def tokens(
         self,
