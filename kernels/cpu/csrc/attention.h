@@ -7,6 +7,7 @@
 #define QUERY_TILE 48
 #define KEY_TILE 64
 #define GROUP 4 /* heads of a decode at a time */
+#define FETCH_BLOCKS 2 /* how far ahead of its use a block is fetched into the cache */
 
 typedef struct {
     const attention_args *args;
@@ -54,32 +55,62 @@ INLINE float weigh(float *scores, int64_t count, float largest) {
 }
 
 INLINE float largest_of(const float *scores, int64_t count) {
+    vec found = all(scores[0]);
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH)
+        found = larger(found, load(scores + i));
     float largest = scores[0];
-    for (int64_t i = 1; i < count; i++)
+    for (int lane = 0; lane < WIDTH; lane++)
+        largest = found[lane] > largest ? found[lane] : largest;
+    for (; i < count; i++)
         largest = scores[i] > largest ? scores[i] : largest;
     return largest;
 }
 
 /* -- rows of one query ------------------------------------------------------------------------------ */
 
+INLINE void fetch_vector(const float *from, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += 16)
+        __builtin_prefetch(from + i);
+}
+
+/* WIDTH keys at a time, of whole vectors: their products are summed across all at once. */
+INLINE void dot_key_group(const float *query, const float *keys, int64_t dim, float *scores) {
+    vec parts[WIDTH];
+    UNROLL for (int j = 0; j < WIDTH; j++) parts[j] = load(query) * load(keys + j * dim);
+    for (int64_t i = WIDTH; i < dim; i += WIDTH) {
+        vec x = load(query + i);
+        UNROLL for (int j = 0; j < WIDTH; j++) parts[j] += x * load(keys + j * dim + i);
+    }
+    store(scores, sums_of(parts));
+}
+
+INLINE float dot_key(const float *query, const float *key, int64_t dim) {
+    vec part = {0};
+    int64_t i = 0;
+    for (; i + WIDTH <= dim; i += WIDTH)
+        part += load(query + i) * load(key + i);
+    float score = sum(part);
+    for (; i < dim; i++)
+        score += query[i] * key[i];
+    return score;
+}
+
 /* scores[h][j] = query h . key j, for keys that lie one after the other. */
 INLINE void dot_keys(const int heads, const float *query, const float *keys, int64_t count, int64_t dim,
                      const float *ahead, float *scores) {
-    for (int64_t j = 0; j < count; j++) {
-        const float *key = keys + j * dim;
-        vec parts[GROUP] = {{0}};
-        int64_t i = 0;
-        for (; i + WIDTH <= dim; i += WIDTH) {
-            vec x = load(key + i);
-            __builtin_prefetch(ahead + j * dim + i);
-            UNROLL for (int h = 0; h < heads; h++) parts[h] += load(query + h * dim + i) * x;
+    int64_t j = 0;
+    if (dim % WIDTH == 0)
+        for (; j + WIDTH <= count; j += WIDTH) {
+            for (int i = 0; i < WIDTH; i++)
+                fetch_vector(ahead + (j + i) * dim, dim);
+            for (int h = 0; h < heads; h++)
+                dot_key_group(query + h * dim, keys + j * dim, dim, scores + h * SEGMENT + j);
         }
-        UNROLL for (int h = 0; h < heads; h++) {
-            float score = sum(parts[h]);
-            for (int64_t rest = i; rest < dim; rest++)
-                score += query[h * dim + rest] * key[rest];
-            scores[h * SEGMENT + j] = score;
-        }
+    for (; j < count; j++) {
+        fetch_vector(ahead + j * dim, dim);
+        for (int h = 0; h < heads; h++)
+            scores[h * SEGMENT + j] = dot_key(query + h * dim, keys + j * dim, dim);
     }
 }
 
@@ -92,7 +123,8 @@ INLINE void add_columns(const int heads, const int vectors, const float *weights
         vec value[4];
         UNROLL for (int v = 0; v < vectors; v++) {
             value[v] = load(values + j * dim + v * WIDTH);
-            __builtin_prefetch(ahead + j * dim + v * WIDTH);
+            if (v * WIDTH % 16 == 0)
+                __builtin_prefetch(ahead + j * dim + v * WIDTH);
         }
         UNROLL for (int h = 0; h < heads; h++) {
             vec weight = all(weights[h * SEGMENT + j]);
@@ -118,21 +150,35 @@ INLINE void add_values(const int heads, const float *weights, const float *value
 }
 
 typedef struct {
-    int64_t row, head; /* of KV */
     int64_t begin, end; /* positions */
+    int64_t blocks;     /* that hold them */
+    /* Where the keys of each block begin, then the values, then what will be read next. */
+    const float *places[2 * SEGMENT + 2 + FETCH_BLOCKS];
 } span;
 
+/* Position begin + i lies in the first block, or at a multiple of block_size after it. */
+static void find_blocks(const attention_args *args, int64_t row, int64_t head, span *s) {
+    int64_t size = args->block_size, first = s->begin / size;
+    s->blocks = (s->end - 1) / size - first + 1;
+    for (int64_t i = 0; i < s->blocks; i++) {
+        int64_t place = place_of(args, row, head, larger_of((first + i) * size, s->begin));
+        s->places[i] = args->keys + place;
+        s->places[s->blocks + i] = args->values + place;
+    }
+    /* Most likely the same member goes on with the same row's next head, which is the next in each block. */
+    for (int64_t i = 0; i < FETCH_BLOCKS; i++)
+        s->places[2 * s->blocks + i] = s->places[i % s->blocks] + size * args->head_dim;
+}
+
 /* Heads of one group over a span: sums [heads][dim], largest scores and sums of weights [heads]. */
-INLINE void attend_span(const int heads, const attention_args *args, const float *query, span where,
+INLINE void attend_span(const int heads, const attention_args *args, const float *query, const span *s,
                         float *sums, float *largest, float *totals) {
     float scores[GROUP * SEGMENT] __attribute__((aligned(64)));
-    int64_t dim = args->head_dim, size = args->block_size, count = where.end - where.begin;
-    for (int64_t p = where.begin, step; p < where.end; p += step) {
-        step = smaller_of(size - p % size, where.end - p);
-        int64_t next = p + step < where.end ? p + step : where.begin;
-        const float *ahead = (next > p ? args->keys : args->values) + place_of(args, where.row, where.head, next);
-        const float *keys = args->keys + place_of(args, where.row, where.head, p);
-        dot_keys(heads, query, keys, step, dim, ahead, scores + p - where.begin);
+    int64_t dim = args->head_dim, size = args->block_size, count = s->end - s->begin;
+    const float *const *place = s->places;
+    for (int64_t p = s->begin, step; p < s->end; p += step, place++) {
+        step = smaller_of(size - p % size, s->end - p);
+        dot_keys(heads, query, *place, step, dim, place[FETCH_BLOCKS], scores + p - s->begin);
     }
     for (int h = 0; h < heads; h++) {
         float *own = scores + h * SEGMENT;
@@ -144,17 +190,13 @@ INLINE void attend_span(const int heads, const attention_args *args, const float
         totals[h] = weigh(own, count, largest[h]);
     }
     memset(sums, 0, (size_t)(heads * dim) * 4);
-    for (int64_t p = where.begin, step; p < where.end; p += step) {
-        step = smaller_of(size - p % size, where.end - p);
-        const float *values = args->values + place_of(args, where.row, where.head, p);
-        const float *ahead = p + step < where.end
-                                 ? args->values + place_of(args, where.row, where.head, p + step)
-                                 : values;
-        add_values(heads, scores + p - where.begin, values, step, dim, ahead, sums);
+    for (int64_t p = s->begin, step; p < s->end; p += step, place++) {
+        step = smaller_of(size - p % size, s->end - p);
+        add_values(heads, scores + p - s->begin, *place, step, dim, place[FETCH_BLOCKS], sums);
     }
 }
 
-static void attend_heads(int heads, const attention_args *args, const float *query, span where,
+static void attend_heads(int heads, const attention_args *args, const float *query, const span *where,
                          float *sums, float *largest, float *totals) {
     switch (heads) {
     case 1: attend_span(1, args, query, where, sums, largest, totals); break;
@@ -175,8 +217,9 @@ static void attend_segment(const attention_task *task, int64_t row, int64_t head
     const attention_args *args = task->args;
     int64_t dim = args->head_dim, group = args->num_heads / args->num_kv_heads;
     int64_t total = args->context_lens[row] + 1;
-    span where = {row, head, piece * SEGMENT, smaller_of((piece + 1) * SEGMENT, total)};
-    where.begin = larger_of(where.begin, args->window < total ? total - args->window : 0);
+    span where;
+    where.begin = larger_of(piece * SEGMENT, args->window < total ? total - args->window : 0);
+    where.end = smaller_of((piece + 1) * SEGMENT, total);
     int alone = total <= SEGMENT;
     float *partial = alone ? NULL : task->partials + item * group * (dim + 2);
     if (where.begin >= where.end) { /* the window has left this segment */
@@ -186,12 +229,13 @@ static void attend_segment(const attention_task *task, int64_t row, int64_t head
         }
         return;
     }
+    find_blocks(args, row, head, &where);
     int64_t first = (args->query_begins[row] * args->num_heads + head * group) * dim;
     for (int64_t h = 0; h < group; h += GROUP) {
         int heads = (int)smaller_of(GROUP, group - h);
         float largest[GROUP], totals[GROUP];
         float *sums = alone ? args->output + first + h * dim : partial + h * dim;
-        attend_heads(heads, args, args->query + first + h * dim, where, sums, largest, totals);
+        attend_heads(heads, args, args->query + first + h * dim, &where, sums, largest, totals);
         for (int i = 0; i < heads; i++) {
             if (alone) {
                 divide(sums + i * dim, sums + i * dim, totals[i], dim);

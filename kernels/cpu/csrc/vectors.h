@@ -73,6 +73,37 @@ INLINE vec exponential(vec x) {
     return y * power;
 }
 
+/* From vectors with sums in groups of 2 * half floats to one with groups of half: those of `a`, then of `b`. */
+#define FROM(i, half) \
+    ((i) / (half) * 2 * (half) + (i) % (half)) /* counts on into `b`, as the shuffle does */
+#if WIDTH == 16
+#define FIRSTS(h)                                                                                         \
+    {FROM(0, h), FROM(1, h), FROM(2, h),  FROM(3, h),  FROM(4, h),  FROM(5, h),  FROM(6, h),  FROM(7, h), \
+     FROM(8, h), FROM(9, h), FROM(10, h), FROM(11, h), FROM(12, h), FROM(13, h), FROM(14, h), FROM(15, h)}
+#elif WIDTH == 8
+#define FIRSTS(h)                                                                                         \
+    {FROM(0, h), FROM(1, h), FROM(2, h), FROM(3, h), FROM(4, h), FROM(5, h), FROM(6, h), FROM(7, h)}
+#else
+#define FIRSTS(h) {FROM(0, h), FROM(1, h), FROM(2, h), FROM(3, h)}
+#endif
+#define HALVED(a, b, h)                                                                                   \
+    (__builtin_shuffle(a, b, (ivec)FIRSTS(h)) + __builtin_shuffle(a, b, (ivec)FIRSTS(h) + (h)))
+
+/* Float i of the result is the sum of vector i. */
+INLINE vec sums_of(vec parts[WIDTH]) {
+    for (int i = 0; i < WIDTH / 2; i++)
+        parts[i] = HALVED(parts[2 * i], parts[2 * i + 1], WIDTH / 2);
+#if WIDTH >= 16
+    for (int i = 0; i < 4; i++)
+        parts[i] = HALVED(parts[2 * i], parts[2 * i + 1], 4);
+#endif
+#if WIDTH >= 8
+    for (int i = 0; i < 2; i++)
+        parts[i] = HALVED(parts[2 * i], parts[2 * i + 1], 2);
+#endif
+    return HALVED(parts[0], parts[1], 1);
+}
+
 /* The first `count` of a vector's floats; the others are 0. */
 INLINE vec load_part(const float *from, int64_t count) {
     float padded[WIDTH] __attribute__((aligned(64))) = {0};
