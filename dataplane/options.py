@@ -37,13 +37,14 @@ class WorkerOptions:
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     engine: str = option(
         "auto",
-        "what computes; auto is OpenVINO on CPUs where it can be had, else torch",
+        "what computes; auto is OpenVINO on CPUs for weights of few bits where it can be had, else torch",
         choices=("auto", "torch", "openvino"),
     )
     kernels: str = option(
         "auto",
-        "implementation of the torch engine's operations; triton on a CPU needs TRITON_INTERPRET=1",
-        choices=("auto", "reference", "triton"),
+        "implementation of the torch engine's operations; auto is native in float32 on CPUs and triton "
+        "on GPUs; triton on a CPU needs TRITON_INTERPRET=1",
+        choices=("auto", "reference", "native", "triton"),
     )
     dtype: str = option(
         "auto",
