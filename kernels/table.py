@@ -24,7 +24,6 @@ from octavo.kernels.reference.sampling import DrawParams
 from octavo.kernels.reference.silu_mul import silu_mul
 from octavo.kernels.rows import PLAIN, AttentionForm, AttentionRows, KvScales
 
-
 log = logging.getLogger(__name__)
 
 

@@ -66,9 +66,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return torch_rms_norm.rms_norm(hidden, weight, epsilon)
     rows, size = hidden.shape
     normed = torch.empty(rows, size)
-    _native.norm(
-        hidden.data_ptr(), 0, weight.data_ptr(), rows, size, epsilon, normed.data_ptr(), 0
-    )
+    _native.norm(hidden.data_ptr(), 0, weight.data_ptr(), rows, size, epsilon, normed.data_ptr(), 0)
     return normed
 
 
@@ -190,7 +188,7 @@ def prepare_attention(rows: AttentionRows, key_cache: Tensor) -> PreparedRows:
     ]
     begins, contexts, blocks, tables = arrays
     num_blocks, _, block_size, _ = key_cache.shape
-    if len(blocks) and not (0 <= int(blocks.min()) and int(blocks.max()) < num_blocks):
+    if len(blocks) and not (int(blocks.min()) >= 0 and int(blocks.max()) < num_blocks):
         raise IndexError(f"a block table names a block that a cache of {num_blocks} does not have")
     queries = begins.diff()
     if bool(((contexts + queries > tables.diff() * block_size) & (queries > 0)).any()):

@@ -33,7 +33,8 @@ from octavo.dataplane.options import WorkerOptions
 from octavo.kernels.reference.rotary import inverse_frequencies, rotary_table
 from octavo.kernels.table import CPU
 
-ENGINES = ("torch", "openvino")
+# The torch engine with the native kernels, as it is on CPUs; with torch's own; OpenVINO.
+ENGINES = ("torch", "torch-without-native", "openvino")
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -185,6 +186,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any,
 
 
 def engine_of(files: ModelFiles, name: str) -> Engine:
+    if name == "torch-without-native":
+        return TorchEngine(files, "cpu", "float32", CPU)
     return load_engine(files, WorkerOptions(device="cpu", engine=name, threads=1))
 
 
@@ -240,8 +243,11 @@ def test_a_window_matters(case: Callable[[str], tuple[Any, ModelFiles]], tmp_pat
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "phi3", "gemma3", "opt", "gpt2"])
-def test_auto_takes_openvino(case: Callable[[str], tuple[Any, ModelFiles]], name: str) -> None:
-    assert engine_of(case(name)[1], "auto").describe().engine == "openvino"
+def test_auto_takes_openvino_where_weights_have_few_bits(
+    case: Callable[[str], tuple[Any, ModelFiles]], name: str
+) -> None:
+    options = WorkerOptions(device="cpu", engine="auto", threads=1, quantization="int8")
+    assert load_engine(case(name)[1], options).describe().engine == "openvino"
 
 
 # -- other files --------------------------------------------------------------------------------------
