@@ -37,7 +37,7 @@ class WorkerOptions:
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     engine: str = option(
         "auto",
-        "what computes; auto is OpenVINO on CPUs for weights of few bits where it can be had, else torch",
+        "what computes; auto on CPUs is OpenVINO for weights of few bits, where it can be had, else torch",
         choices=("auto", "torch", "openvino"),
     )
     kernels: str = option(

@@ -1,4 +1,4 @@
-"""The extension of csrc/. Arrays come as addresses of dense memory; `octavo.kernels.cpu.native` checks them."""
+"""The extension of csrc/. Arrays come as addresses of dense memory, which its callers have checked."""
 
 PANEL: int  # columns of a panel of packed weights
 

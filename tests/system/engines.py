@@ -39,7 +39,7 @@ class EngineCase:
     def loaded(self) -> str:
         """What the worker's log says of this engine and its weights."""
         if self.engine == "torch":
-            return "torch engine: float32 on cpu"
+            return "torch engine: float32 on cpu, KV cache float32, native kernels"
         return f"OpenVINO engine: weights {self.quantization}, KV cache float32"
 
 
