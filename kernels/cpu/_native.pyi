@@ -1,10 +1,35 @@
 """The extension of csrc/. Arrays come as addresses of dense memory, which its callers have checked."""
 
 PANEL: int  # columns of a panel of packed weights
+GROUP_BYTES_4: (
+    int  # of a panel's group of 32 steps in integers of 4 bits, its scales and offsets included
+)
+GROUP_BYTES_8: int
 
 def pack(weight: int, out_size: int, in_size: int, panels: int, /) -> None: ...
 def linear(
     input: int, rows: int, in_size: int, out_size: int, panels: int, bias: int, output: int, /
+) -> None: ...
+def pack_grouped(
+    integers: int,
+    bits: int,
+    scales: int,
+    zeros: int,
+    out_size: int,
+    groups: int,
+    panels: int,
+    /,
+) -> None: ...
+def linear_grouped(
+    input: int,
+    rows: int,
+    groups: int,
+    out_size: int,
+    bits: int,
+    panels: int,
+    bias: int,
+    output: int,
+    /,
 ) -> None: ...
 def norm(
     hidden: int,

@@ -7,8 +7,10 @@ take (another type, an fp8 cache, a layout with gaps) goes to torch, as the modu
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -33,8 +35,59 @@ class PackedWeight:
     in_size: int
 
 
-def prepare_linear(weight: Tensor) -> Any:
-    """The weight packed, or as torch wants it where it is not in float32."""
+class IntegerMatrix(Protocol):
+    """A weight ``[out_size, groups * 32]`` with value = (integer - zero) * scale."""
+
+    @property
+    def bits(self) -> int:
+        """4 or 8."""
+
+    @property
+    def integers(self) -> npt.NDArray[Any]:
+        """``[out_size, groups, 4 * bits]`` of 8 bits; of 4, two neighbours in each, the first lower."""
+
+    @property
+    def scales(self) -> npt.NDArray[np.float32]:
+        """``[out_size, groups]``."""
+
+    @property
+    def zeros(self) -> npt.NDArray[np.float32] | None:
+        """``[out_size, groups]``; None: all are 0."""
+
+
+@dataclass(frozen=True)
+class PackedIntegers:
+    """An `IntegerMatrix` in panels of columns."""
+
+    panels: Tensor  # bytes
+    address: int
+    bits: int
+    out_size: int
+    groups: int
+
+
+def _pack_integers(weight: IntegerMatrix) -> PackedIntegers:
+    out_size, groups = weight.scales.shape
+    size = _native.GROUP_BYTES_4 if weight.bits == 4 else _native.GROUP_BYTES_8
+    panels = torch.empty(-(-out_size // _native.PANEL) * groups * size, dtype=torch.uint8)
+    integers, scales = np.ascontiguousarray(weight.integers), np.ascontiguousarray(weight.scales)
+    zeros = None if weight.zeros is None else np.ascontiguousarray(weight.zeros)
+    _native.pack_grouped(
+        integers.ctypes.data,
+        weight.bits,
+        scales.ctypes.data,
+        0 if zeros is None else zeros.ctypes.data,
+        out_size,
+        groups,
+        panels.data_ptr(),
+    )
+    return PackedIntegers(panels, panels.data_ptr(), weight.bits, out_size, groups)
+
+
+def prepare_linear(weight: Tensor | IntegerMatrix) -> Any:
+    """The weight packed, or as torch wants it where it is of another type than float32."""
+    if not isinstance(weight, Tensor):
+        return _pack_integers(weight)
     if weight.dtype is not torch.float32 or weight.device.type != "cpu" or not weight.numel():
         return torch_linear.prepare_linear(weight)
     out_size, in_size = weight.shape
@@ -46,6 +99,8 @@ def prepare_linear(weight: Tensor) -> Any:
 
 def linear(hidden: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """``hidden @ weight.T + bias`` with a weight from `prepare_linear`; hidden is ``[n, in_size]``."""
+    if type(weight) is PackedIntegers:
+        return _linear_of_integers(hidden.contiguous(), weight, bias)
     if type(weight) is not PackedWeight:
         return torch_linear.linear(hidden, weight, bias)
     hidden = hidden.contiguous()
@@ -56,6 +111,25 @@ def linear(hidden: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     added = 0 if bias is None else bias.data_ptr()
     _native.linear(
         hidden.data_ptr(), rows, in_size, weight.out_size, weight.address, added, output.data_ptr()
+    )
+    return output
+
+
+def _linear_of_integers(hidden: Tensor, weight: PackedIntegers, bias: Tensor | None) -> Tensor:
+    rows, in_size = hidden.shape
+    if in_size != weight.groups * 32 or hidden.dtype is not torch.float32:
+        raise ValueError(f"a product of {in_size} {hidden.dtype} with {weight.groups * 32} columns")
+    output = torch.empty(rows, weight.out_size)
+    added = 0 if bias is None else bias.data_ptr()
+    _native.linear_grouped(
+        hidden.data_ptr(),
+        rows,
+        weight.groups,
+        weight.out_size,
+        weight.bits,
+        weight.address,
+        added,
+        output.data_ptr(),
     )
     return output
 

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from kernel_inputs import (
@@ -16,6 +17,7 @@ from kernel_inputs import (
     relative_error,
 )
 
+from octavo.dataplane.loading.grouped import GroupedMatrix, pack_nibbles
 from octavo.kernels.cpu import _native, native
 from octavo.kernels.reference.rotary import inverse_frequencies, rotary_table
 from octavo.kernels.rows import PLAIN, AttentionForm, AttentionRows
@@ -79,6 +81,32 @@ def test_a_product_of_other_sizes_or_types_is_refused() -> None:
         native.linear(torch.randn(2, 5), packed, None)
     with pytest.raises(ValueError, match=r"torch\.float64"):
         native.linear(torch.randn(2, 6, dtype=torch.float64), packed, None)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(("bits", "zeros"), [(4, True), (8, False), (8, True)])
+def test_products_with_integers(bits: int, zeros: bool) -> None:
+    chance = np.random.default_rng(bits)
+    for out_size, groups in ((64, 18), (75, 3), (1, 1)):
+        integers = (
+            pack_nibbles(chance.integers(0, 16, (out_size, groups, 32), np.uint8))
+            if bits == 4
+            else chance.integers(-128, 128, (out_size, groups, 32), np.int8)
+        )
+        scales, zero = chance.random((2, out_size, groups), np.float32)
+        matrix = GroupedMatrix(bits, integers, scales, zero * 15 if zeros else None)
+        packed = native.prepare_linear(matrix)
+        weight, bias = torch.from_numpy(matrix.values()).double(), torch.randn(out_size)
+        hidden = torch.randn(230, 32 * groups)
+        together = native.linear(hidden, packed, bias)
+        for rows in (0, 1, 2, 3, 4, 5, 13, 97, 230):
+            found = native.linear(hidden[:rows], packed, bias)
+            assert torch.equal(found, together[:rows])
+            wanted = hidden[:rows].double() @ weight.T + bias.double()
+            summed = hidden[:rows].abs().double() @ weight.abs().T + 1  # what cancels rounds as well
+            assert ((found.double() - wanted).abs() <= 2e-6 * summed).all()
+            plain = native.linear(hidden[:rows], packed, None)
+            assert torch.allclose(plain + bias, found, rtol=1e-4, atol=1e-3)
 
 
 # -- attention --------------------------------------------------------------------------------------

@@ -102,6 +102,64 @@ FUNCTION(py_linear) {
     Py_RETURN_NONE;
 }
 
+/* integers [out_size][groups][GROUP_DEPTH * bits / 8], as GroupedMatrix has them; scales, zeros
+ * [out_size][groups]; zeros may be NULL. */
+static void pack_row(const uint8_t *integers, int bits, const float *scales, const float *zeros,
+                     int64_t groups, int column, uint8_t *panel) {
+    for (int64_t g = 0; g < groups; g++, panel += group_bytes(bits)) {
+        float *terms = (float *)panel;
+        terms[column] = scales[g];
+        terms[PANEL + column] = zeros ? -zeros[g] * scales[g] : 0.0f;
+        const uint8_t *from = integers + g * GROUP_DEPTH * bits / 8;
+        uint8_t *to = panel + TERMS_BYTES;
+        for (int k = 0; k < GROUP_DEPTH; k++, to += PANEL * bits / 8) {
+            if (bits == 8)
+                to[column] = from[k];
+            else
+                to[column % (PANEL / 2)] |= (from[k / 2] >> (k % 2 * 4) & 15) << (column / (PANEL / 2) * 4);
+        }
+    }
+}
+
+FUNCTION(py_pack_grouped) {
+    WANT("pack_grouped", 7);
+    const uint8_t *integers = (const uint8_t *)floats(a[0]);
+    int bits = (int)integer(a[1]);
+    const float *scales = floats(a[2]), *zeros = floats(a[3]);
+    int64_t out_size = integer(a[4]), groups = integer(a[5]);
+    uint8_t *panels = (uint8_t *)floats(a[6]);
+    if (PyErr_Occurred())
+        return NULL;
+    int64_t row_bytes = groups * GROUP_DEPTH * bits / 8, size = groups * group_bytes(bits);
+    memset(panels, 0, (size_t)((out_size + PANEL - 1) / PANEL * size));
+    for (int64_t n = 0; n < out_size; n++)
+        pack_row(integers + n * row_bytes, bits, scales + n * groups, zeros ? zeros + n * groups : NULL,
+                 groups, (int)(n % PANEL), panels + n / PANEL * size);
+    Py_RETURN_NONE;
+}
+
+FUNCTION(py_linear_grouped) {
+    WANT("linear_grouped", 8);
+    grouped_args args = {.input = floats(a[0]),
+                         .rows = integer(a[1]),
+                         .groups = integer(a[2]),
+                         .out_size = integer(a[3]),
+                         .bits = (int)integer(a[4]),
+                         .panels = (const uint8_t *)floats(a[5]),
+                         .bias = floats(a[6]),
+                         .output = floats(a[7])};
+    if (PyErr_Occurred())
+        return NULL;
+    if (args.rows * args.groups * GROUP_DEPTH * args.out_size > LONG_PRODUCT) {
+        Py_BEGIN_ALLOW_THREADS
+        chosen->grouped(&args);
+        Py_END_ALLOW_THREADS
+    } else {
+        chosen->grouped(&args);
+    }
+    Py_RETURN_NONE;
+}
+
 FUNCTION(py_norm) {
     WANT("norm", 8);
     norm_args args = {.hidden = floats(a[0]),
@@ -217,6 +275,8 @@ FUNCTION(py_use_instruction_set) {
 
 static PyMethodDef methods[] = {METHOD(pack),
                                 METHOD(linear),
+                                METHOD(pack_grouped),
+                                METHOD(linear_grouped),
                                 METHOD(norm),
                                 METHOD(gate),
                                 METHOD(rotary),
@@ -232,7 +292,9 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", NULL, 
 PyMODINIT_FUNC PyInit__native(void) {
     find_sets();
     PyObject *module = PyModule_Create(&definition);
-    if (module && PyModule_AddIntConstant(module, "PANEL", PANEL))
+    if (module && (PyModule_AddIntConstant(module, "PANEL", PANEL) ||
+                   PyModule_AddIntConstant(module, "GROUP_BYTES_4", group_bytes(4)) ||
+                   PyModule_AddIntConstant(module, "GROUP_BYTES_8", group_bytes(8))))
         Py_CLEAR(module);
     return module;
 }

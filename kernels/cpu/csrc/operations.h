@@ -20,6 +20,22 @@ typedef struct {
     int64_t chunk_rows;  /* rows that stay in a cache while panels pass */
 } linear_args;
 
+/* Weights in integers of `bits` 4 or 8. A group of a panel is [PANEL] scales, [PANEL] offsets, then for each of
+ * GROUP_DEPTH steps the integers of its columns; of 4 bits, a byte holds columns c and PANEL / 2 + c. */
+#define GROUP_DEPTH 32
+#define TERMS_BYTES (2 * PANEL * 4)
+
+static inline int64_t group_bytes(int bits) { return TERMS_BYTES + GROUP_DEPTH * PANEL * bits / 8; }
+
+typedef struct {
+    const float *input;          /* [rows][groups * GROUP_DEPTH] */
+    int64_t rows, groups, out_size;
+    int bits;
+    const uint8_t *panels; /* [ceil(out_size / PANEL)][groups] of group_bytes(bits) */
+    const float *bias;     /* [out_size] or NULL */
+    float *output;         /* [rows][out_size] */
+} grouped_args;
+
 typedef struct {
     const float *hidden, *residual; /* [rows][size]; residual may be NULL */
     const float *weight;            /* [size] */
@@ -58,6 +74,7 @@ typedef struct {
 typedef struct {
     const char *name;
     void (*linear)(const linear_args *);
+    void (*grouped)(const grouped_args *);
     void (*norm)(const norm_args *);
     void (*gate)(const gate_args *);
     void (*rotary)(const rotary_args *);

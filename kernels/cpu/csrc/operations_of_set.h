@@ -5,6 +5,7 @@
 #include "tiles.h"
 
 #include "attention.h"
+#include "grouped.h"
 #include "layer_operations.h"
 #include "linear.h"
 
@@ -13,4 +14,4 @@
 #define TEXT(a) #a
 #define TEXT_OF(set) TEXT(set)
 
-const operations NAME_OF(SET) = {TEXT_OF(SET), linear, norm, gate, rotary, attention};
+const operations NAME_OF(SET) = {TEXT_OF(SET), linear, grouped, norm, gate, rotary, attention};

@@ -86,3 +86,25 @@ static const tile_function plain_tiles[] = TILES(plain_tile);
 
 /* Rows are cut into tiles of nearly equal height. */
 INLINE int64_t count_of_tiles(int64_t rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
+
+/* c [rows][panels * PANEL] = start + a [rows][depth] x panels. */
+static void multiply(const float *a, int64_t a_stride, int64_t rows, int64_t depth, const float *b,
+                     int64_t b_size, int64_t panels, int adds, float *c, int64_t c_stride) {
+    int64_t tiles = count_of_tiles(rows);
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t i = 0; i < tiles; i++) {
+            int64_t begin = rows * i / tiles, height = rows * (i + 1) / tiles - begin;
+            for (int64_t v = 0; v < PANEL; v += TILE_COLUMNS) {
+                float *to = c + begin * c_stride + panel * PANEL + v;
+                tile_args t = {.depth = depth,
+                               .a = a + begin * a_stride,
+                               .a_stride = a_stride,
+                               .b = b + panel * b_size + v,
+                               .start = adds ? to : NULL,
+                               .start_stride = c_stride,
+                               .c = to,
+                               .c_stride = c_stride};
+                plain_tiles[height](&t);
+            }
+        }
+}
