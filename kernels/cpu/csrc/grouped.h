@@ -8,7 +8,13 @@
 #define HALF_PANEL (PANEL / 2)
 
 typedef uint8_t bytes __attribute__((vector_size(WIDTH)));
-typedef int8_t signed_bytes __attribute__((vector_size(WIDTH)));
+
+/* Through 128 more, without sign: GCC 12 widens signed bytes, and bytes just loaded, one by one. */
+INLINE vec widen_byte_vector(const uint8_t *from) {
+    bytes packed;
+    memcpy(&packed, from, sizeof packed);
+    return __builtin_convertvector(__builtin_convertvector(packed ^ 128, ivec) - 128, vec);
+}
 
 /* One step of depth: columns `column` .. of the panel's first half and the same of its second. */
 INLINE void unpack_step(const int bits, const uint8_t *step, int column, vec values[2]) {
@@ -19,11 +25,8 @@ INLINE void unpack_step(const int bits, const uint8_t *step, int column, vec val
         values[0] = __builtin_convertvector(__builtin_convertvector(low, ivec), vec);
         values[1] = __builtin_convertvector(__builtin_convertvector(high, ivec), vec);
     } else {
-        signed_bytes first, second;
-        memcpy(&first, step + column, sizeof first);
-        memcpy(&second, step + HALF_PANEL + column, sizeof second);
-        values[0] = __builtin_convertvector(__builtin_convertvector(first, ivec), vec);
-        values[1] = __builtin_convertvector(__builtin_convertvector(second, ivec), vec);
+        values[0] = widen_byte_vector(step + column);
+        values[1] = widen_byte_vector(step + HALF_PANEL + column);
     }
 }
 
