@@ -37,7 +37,7 @@ class WorkerOptions:
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     engine: str = option(
         "auto",
-        "what computes; auto on CPUs is OpenVINO for weights of few bits, where it can be had, else torch",
+        "what computes; auto is torch with native kernels on CPUs, or OpenVINO for what they lack",
         choices=("auto", "torch", "openvino"),
     )
     kernels: str = option(
@@ -53,7 +53,7 @@ class WorkerOptions:
     )
     quantization: str = option(
         "auto",
-        "weights of the OpenVINO engine: none is float32, int8 rounds in groups of 32, exact4 keeps "
+        "weights on CPUs: none is float32, int8 rounds in groups of 32, exact4 keeps "
         "the small integers of a GGUF file; auto is exact4 where some have 4 bits, else none",
         choices=("auto", "none", "int8", "exact4"),
     )

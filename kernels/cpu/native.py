@@ -2,7 +2,7 @@
 
 The extension `_native` holds each operation for AVX-512, for AVX2 and for any processor, and takes the
 best that it finds. Its threads are its own: torch should have one beside them. What an operation cannot
-take (another type, an fp8 cache, a layout with gaps) goes to torch, as the modules beside this one use it.
+take (another type, an fp8 cache, a layout with gaps) goes to torch, as the modules beside it use that.
 """
 
 from dataclasses import dataclass

@@ -50,24 +50,24 @@ def loaded(files: ModelFiles, **given: object) -> str:
     return load_engine(files, options(**given)).describe().engine
 
 
-def test_auto_takes_openvino_for_few_bits_and_says_so(
-    files: ModelFiles, caplog: pytest.LogCaptureFixture
+def test_auto_takes_openvino_without_native_kernels_and_says_so(
+    files: ModelFiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("octavo.dataplane.engines.choice.native_kernels", lambda: None)
     with caplog.at_level(logging.INFO):
-        assert loaded(files, quantization="int8") == "openvino"
-    assert "OpenVINO engine: weights int8, KV cache float32, 1 threads (--engine auto)" in caplog.text
+        assert loaded(files) == "openvino"
+    assert "OpenVINO engine: weights none, KV cache float32, 1 threads (--engine auto)" in caplog.text
 
 
-@pytest.mark.parametrize("given", [{}, {"quantization": "none"}], ids=str)
-def test_auto_takes_native_kernels_for_float32_and_says_so(
-    files: ModelFiles, caplog: pytest.LogCaptureFixture, given: dict[str, object]
+@pytest.mark.parametrize(("quantization", "weights"), [("auto", "float32"), ("int8", "weights int8")])
+def test_auto_takes_native_kernels_and_says_so(
+    files: ModelFiles, caplog: pytest.LogCaptureFixture, quantization: str, weights: str
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert loaded(files, **given) == "torch"
-    assert re.search(
-        r"float32 on cpu, KV cache float32, native kernels \(\w+\), 1 threads", caplog.text
-    )
-    assert "native kernels are faster than OpenVINO in float32" in caplog.text
+        assert loaded(files, quantization=quantization) == "torch"
+    said = rf"{weights} on cpu, KV cache float32, native kernels \(\w+\), 1 threads"
+    assert re.search(said, caplog.text)
+    assert "native kernels are faster than OpenVINO" in caplog.text
     assert torch.get_num_threads() == 1
 
 
@@ -76,13 +76,6 @@ def test_auto_takes_openvino_for_what_native_kernels_cannot(
     files: ModelFiles, given: dict[str, object]
 ) -> None:
     assert loaded(files, **given) == "openvino"
-
-
-def test_without_native_kernels_auto_takes_openvino(
-    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("octavo.dataplane.engines.choice.native_kernels", lambda: None)
-    assert loaded(files) == "openvino"
 
 
 def test_native_kernels_are_for_float32(files: ModelFiles) -> None:
@@ -125,8 +118,8 @@ def test_an_asked_for_engine_is_taken(files: ModelFiles) -> None:
     ("given", "message"),
     [
         (
-            {"engine": "torch", "quantization": "int8"},
-            r"--quantization int8 is for the OpenVINO engine",
+            {"kernels": "reference", "quantization": "int8"},
+            r"--quantization int8: the torch engine without native kernels has no integers",
         ),
         (
             {"engine": "torch", "activations": "int8"},
