@@ -283,7 +283,7 @@ def paged_attention(
 ) -> Tensor:
     """The same as the reference's, for rows that `prepare_attention` has checked."""
     tokens, num_heads, head_dim = query.shape
-    if not _can_take(query, key_cache, value_cache, scales) or head_dim > _MAX_HEAD_DIM:
+    if not _can_take(query, key_cache, value_cache, scales) or head_dim > _MAX_HEAD_DIM or scale <= 0:
         return torch_attention.paged_attention(
             query, key_cache, value_cache, rows.for_torch, scale, form, scales
         )

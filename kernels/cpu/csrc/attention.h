@@ -32,22 +32,26 @@ INLINE int64_t place_of(const attention_args *args, int64_t row, int64_t head, i
     return ((block * args->num_kv_heads + head) * size + position % size) * args->head_dim;
 }
 
-static void cap_scores(float *scores, int64_t count, float cap) {
+/* Caps the scaled scores where the model does; returns the scale that is left to apply. */
+static float cap_scores(const attention_args *args, float *scores, int64_t count) {
+    if (!(args->soft_cap > 0))
+        return args->scale;
     for (int64_t i = 0; i < count; i++)
-        scores[i] = cap * tanhf(scores[i] / cap);
+        scores[i] = args->soft_cap * tanhf(scores[i] * args->scale / args->soft_cap);
+    return 1.0f;
 }
 
-/* Replaces scores by weights against `largest`; returns their sum. Reads and zeroes to a whole vector. */
-INLINE float weigh(float *scores, int64_t count, float largest) {
+/* Replaces scores by e^(scale * (score - largest)); returns their sum. */
+INLINE float weigh(float *scores, int64_t count, float largest, float scale) {
     vec total = {0};
     int64_t whole = count - count % WIDTH;
     for (int64_t i = 0; i < whole; i += WIDTH) {
-        vec weights = exponential(load(scores + i) - all(largest));
+        vec weights = exponential((load(scores + i) - all(largest)) * all(scale));
         store(scores + i, weights);
         total += weights;
     }
     if (whole < count) {
-        vec weights = exponential(load_part(scores + whole, count - whole) - all(largest));
+        vec weights = exponential((load_part(scores + whole, count - whole) - all(largest)) * all(scale));
         store_part(scores + whole, weights, count - whole);
         total += load_part(scores + whole, count - whole);
     }
@@ -182,12 +186,10 @@ INLINE void attend_span(const int heads, const attention_args *args, const float
     }
     for (int h = 0; h < heads; h++) {
         float *own = scores + h * SEGMENT;
-        for (int64_t i = 0; i < count; i++)
-            own[i] *= args->scale;
-        if (args->soft_cap > 0)
-            cap_scores(own, count, args->soft_cap);
-        largest[h] = largest_of(own, count);
-        totals[h] = weigh(own, count, largest[h]);
+        float scale = cap_scores(args, own, count);
+        float found = largest_of(own, count);
+        totals[h] = weigh(own, count, found, scale);
+        largest[h] = found * scale;
     }
     memset(sums, 0, (size_t)(heads * dim) * 4);
     for (int64_t p = s->begin, step; p < s->end; p += step, place++) {
@@ -327,15 +329,27 @@ INLINE void turn_square(const float *from[4], int64_t d, float *to) {
         memcpy(to + (d + i) * PANEL, &out[i], 16);
 }
 
+/* places[j]: where position begin + j lies in a cache, in floats. */
+static void find_places(const attention_args *args, int64_t row, int64_t head, int64_t begin, int64_t count,
+                        int64_t *places) {
+    int64_t size = args->block_size, offset = begin % size;
+    for (int64_t j = 0; j < count; offset = 0) {
+        int64_t place = place_of(args, row, head, begin + j);
+        for (int64_t end = smaller_of(count, j + size - offset); j < end; j++, place += args->head_dim)
+            places[j] = place;
+    }
+}
+
 /* Keys begin .. begin + count become columns, and values rows, of panels; the rest of the tile is zero. */
 static void fill_panels(const attention_args *args, int64_t row, int64_t head, int64_t begin,
                         int64_t count, const chunk_scratch *s) {
     static const float nothing[512] = {0};
-    int64_t dim = args->head_dim;
+    int64_t dim = args->head_dim, places[KEY_TILE];
+    find_places(args, row, head, begin, count, places);
     for (int64_t j = 0; j < KEY_TILE && j < (count + PANEL - 1) / PANEL * PANEL; j += 4) {
         const float *keys[4];
         for (int i = 0; i < 4; i++)
-            keys[i] = j + i < count ? args->keys + place_of(args, row, head, begin + j + i) : nothing;
+            keys[i] = j + i < count ? args->keys + places[j + i] : nothing;
         float *to = s->keys + j / PANEL * dim * PANEL + j % PANEL;
         int64_t d = 0;
         for (; d + 4 <= dim; d += 4)
@@ -345,7 +359,7 @@ static void fill_panels(const attention_args *args, int64_t row, int64_t head, i
                 to[d * PANEL + i] = keys[i][d];
     }
     for (int64_t j = 0; j < count; j++) {
-        const float *value = args->values + place_of(args, row, head, begin + j);
+        const float *value = args->values + places[j];
         for (int64_t d = 0; d < dim; d += PANEL) {
             float *to = s->values + d * KEY_TILE + j * PANEL;
             int64_t width = smaller_of(PANEL, dim - d);
@@ -363,20 +377,17 @@ static void fold_scores(const attention_args *args, float *scores, int64_t low, 
         memset(scores, 0, (size_t)count * 4);
         return;
     }
-    for (int64_t i = low; i < high; i++)
-        scores[i] *= args->scale;
-    if (args->soft_cap > 0)
-        cap_scores(scores + low, high - low, args->soft_cap);
+    float scale = cap_scores(args, scores + low, high - low);
     float found = largest_of(scores + low, high - low);
     if (found > *largest) {
-        float factor = expf(*largest - found);
+        float factor = expf((*largest - found) * scale);
         *total *= factor;
         for (int64_t i = 0; i < padded(args->head_dim); i++)
             sums[i] *= factor;
         *largest = found;
     }
     memset(scores, 0, (size_t)low * 4);
-    *total += weigh(scores + low, high - low, *largest);
+    *total += weigh(scores + low, high - low, *largest, scale);
     memset(scores + high, 0, (size_t)(count - high) * 4);
 }
 

@@ -55,7 +55,10 @@ static void norm_rows(const void *opaque, int64_t first, int64_t last) {
 
 static void norm(const norm_args *args) { run_rows(norm_rows, args, args->rows, args->size); }
 
-INLINE vec gated(vec gate, vec up) { return gate / (all(1.0f) + exponential(-gate)) * up; }
+INLINE vec gated(vec gate, vec up) {
+    vec limited = larger(gate, all(-88.0f)); /* below, the quotient is 0 in all digits but the last */
+    return gate / (all(1.0f) + exponential(-limited)) * up;
+}
 
 static void gate_rows(const void *opaque, int64_t first, int64_t last) {
     const gate_args *args = opaque;

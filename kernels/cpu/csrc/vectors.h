@@ -1,4 +1,7 @@
 /* Vectors of WIDTH floats in the compiler's own notation, and what arithmetic they lack. */
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,16 +47,21 @@ INLINE float sum(vec value) {
     return (value4[0] + value4[2]) + (value4[1] + value4[3]);
 }
 
+/* Compilers make several instructions of the general form. */
 INLINE vec larger(vec a, vec b) {
+#if WIDTH == 16 && defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif WIDTH == 8 && defined(__AVX__)
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
     ivec first = (ivec)(a > b);
     return (vec)(((ivec)a & first) | ((ivec)b & ~first));
+#endif
 }
 
-/* e^x to within 2 units in the last place; 0 is not reached: below -87 it stays at e^-87. */
+/* e^x to within 2 units in the last place for x <= 88; 0 is not reached: below -87 it stays at e^-87. */
 INLINE vec exponential(vec x) {
-    vec lowest = all(-87.0f), highest = all(88.0f);
-    x = larger(x, lowest);
-    x = -larger(-x, -highest);
+    x = larger(x, all(-87.0f));
     /* x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts, of which the first times n is exact. */
     const vec shift = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     vec n = (x * all(1.44269504f) + shift) - shift;
