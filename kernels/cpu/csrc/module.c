@@ -13,7 +13,7 @@
 #define LONG_PRODUCT (1LL << 25)
 
 /* Bytes of input rows that should stay in a core's second-level cache beside a panel. */
-#define CHUNK_BYTES (512 << 10)
+#define CHUNK_BYTES (768 << 10)
 
 static const operations *chosen = &operations_generic;
 
