@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Several engines in one process, in turns: milliseconds per decode step and per prefill.
 
-Machines drift, so engines are compared step by step of the same minutes: each round measures all steps of
-every engine. Options of an engine are those of `octavo worker`.
+Machines drift, so engines are compared within the same minutes: each round measures every step of each
+engine. Options of an engine are those of `octavo worker`.
 
     python bench/engines.py --rounds 3 --json engines.json
 """
