@@ -15,6 +15,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# Options that several processes have.
+CURVE_KEYS_HELP = (
+    "folder of CURVE keys, made by `octavo keygen`; with it only processes that have keys of the same "
+    "making are spoken to"
+)
+INSECURE_HELP = "allow other machines in without keys"
+
 _BYTES = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?$", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -31,14 +38,19 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     parse: Callable[[str], Any] | None = None,
+    secret: bool = False,
 ) -> Any:
-    """A dataclass field that is a command-line option; bounds are inclusive."""
+    """A dataclass field that is a command-line option; bounds are inclusive.
+
+    The help does not show the default of a `secret` one, which the environment may have given.
+    """
     metadata = {
         "help": help,
         "choices": choices,
         "minimum": minimum,
         "maximum": maximum,
         "parse": parse,
+        "secret": secret,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -94,7 +106,8 @@ def to_arguments(options: Any) -> list[str]:
 def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any) -> None:
     kind = _plain_type(hint)
     default = _environment_default(field, kind)
-    text = f"{field.metadata['help']} (default: {_shown(default)})".replace("%", "%%")
+    shown = "from the environment" if field.metadata["secret"] else _shown(default)
+    text = f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
     if kind is bool:
         parser.add_argument(
             flag(field.name), default=default, action=argparse.BooleanOptionalAction, help=text

@@ -1,7 +1,7 @@
 """The control plane's figures for Prometheus, read from its state when they are asked for."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client.core import (
@@ -24,9 +24,16 @@ _BUCKETS = tuple(0.0001 * 2**power for power in range(14))
 class Metrics:
     """Histograms that the server loop feeds, and the registry that holds everything."""
 
-    def __init__(self, info: Callable[[], Info], counters: Counters, refused: dict[str, int]) -> None:
+    def __init__(
+        self,
+        info: Callable[[], Info],
+        counters: Counters,
+        refused_frames: Mapping[str, int],
+        refused_peers: Mapping[tuple[str, str], int],
+    ) -> None:
+        """`refused_frames` by port, `refused_peers` by port and reason."""
         self.registry = CollectorRegistry()
-        self.registry.register(_StateCollector(info, counters, refused))
+        self.registry.register(_StateCollector(info, counters, refused_frames, refused_peers))
         seconds = Histogram(
             "octavo_iteration_seconds",
             "Time of an iteration's parts on the control plane",
@@ -74,18 +81,33 @@ class Metrics:
 
 
 class _StateCollector(Collector):
-    def __init__(self, info: Callable[[], Info], counters: Counters, refused: dict[str, int]) -> None:
-        self._info, self._counters, self._refused = info, counters, refused
+    def __init__(
+        self,
+        info: Callable[[], Info],
+        counters: Counters,
+        refused_frames: Mapping[str, int],
+        refused_peers: Mapping[tuple[str, str], int],
+    ) -> None:
+        self._info, self._counters = info, counters
+        self._refused_frames, self._refused_peers = refused_frames, refused_peers
 
     def collect(self) -> Iterable[Metric]:
         info = self._info()
         yield from _queue_metrics(info)
         yield from _gang_metrics(info)
         yield from _counter_metrics(self._counters)
-        refused = CounterMetricFamily("octavo_frames_refused", "Frames refused", labels=["socket"])
-        for socket, count in self._refused.items():
-            refused.add_metric([socket], count)
-        yield refused
+        yield from self._refusals()
+
+    def _refusals(self) -> Iterator[Metric]:
+        frames = CounterMetricFamily("octavo_frames_refused", "Frames refused", labels=["socket"])
+        for socket, count in list(self._refused_frames.items()):
+            frames.add_metric([socket], count)
+        yield frames
+        labels = ["socket", "reason"]
+        peers = CounterMetricFamily("octavo_peers_refused", "Connections refused", labels=labels)
+        for names, count in list(self._refused_peers.items()):
+            peers.add_metric(names, count)
+        yield peers
 
 
 def _queue_metrics(info: Info) -> Iterator[Metric]:

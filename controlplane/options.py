@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from octavo.common.options import OptionError, option
+from octavo.common.exposure import check_exposure
+from octavo.common.options import CURVE_KEYS_HELP, INSECURE_HELP, OptionError, option
 from octavo.controlplane.preemption import MODES
 
 
@@ -16,6 +17,8 @@ class ControlPlaneOptions:
     controlplane_probe_port: int = option(
         7463, "port of the control plane's /health, /ready and /metrics", minimum=1, maximum=65535
     )
+    curve_keys: str | None = option(None, CURVE_KEYS_HELP)
+    insecure: bool = option(False, INSECURE_HELP)
     tensor_parallel: int = option(
         1, "workers of a gang, which share one copy of the model", minimum=1, maximum=64
     )
@@ -62,6 +65,13 @@ class ControlPlaneOptions:
     )
 
     def __post_init__(self) -> None:
+        check_exposure(
+            "--controlplane-bind",
+            self.controlplane_bind,
+            "the control plane CURVE keys (--curve-keys FOLDER, which `octavo keygen FOLDER` makes)",
+            is_protected=self.curve_keys is not None,
+            insecure=self.insecure,
+        )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise OptionError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs "

@@ -7,6 +7,7 @@ import signal
 import uvloop
 import zmq
 
+from octavo.common.options import OptionError
 from octavo.common.probes import ProbeServer
 from octavo.controlplane.options import ControlPlaneOptions
 from octavo.controlplane.server import ControlPlane
@@ -29,6 +30,9 @@ async def _serve(options: ControlPlaneOptions) -> int:
             lambda: control_plane.is_ready,
             control_plane.metrics.registry,
         )
+    except OptionError as error:
+        log.error("%s", error)
+        return 1
     except (zmq.ZMQError, OSError) as error:
         log.error(
             "cannot listen on %s (--gateway-port %d, --worker-port %d, --controlplane-probe-port %d): "

@@ -9,6 +9,8 @@ import time
 
 import zmq
 
+from octavo.common.curve import server_keys
+from octavo.common.logs import LimitedLog
 from octavo.controlplane.counters import Counters
 from octavo.controlplane.gang import Gang, Sent
 from octavo.controlplane.gangs import Gangs
@@ -16,6 +18,7 @@ from octavo.controlplane.gateways import Gateway
 from octavo.controlplane.metrics import Metrics
 from octavo.controlplane.options import ControlPlaneOptions
 from octavo.controlplane.outputs import Outputs
+from octavo.controlplane.peers import Peers
 from octavo.controlplane.pins import PrefixRefused, PrefixRegistry
 from octavo.controlplane.placement import place
 from octavo.controlplane.reception import Reception, Refusal
@@ -62,18 +65,29 @@ class ControlPlane:
         self.prefixes = PrefixRegistry(waiting, options.max_pinned)
         self.gangs = Gangs(options, self.counters, waiting, self.prefixes, self)
         self.refused = {"worker": 0, "gateway": 0}
-        self.metrics = Metrics(self.info, self.counters, self.refused)
+        self._limited = LimitedLog(log)
         self._pumped_at = time.perf_counter()
         self._context = zmq.Context()
+        self.peers = Peers(self._context, server_keys(options.curve_keys))
+        self.metrics = Metrics(self.info, self.counters, self.refused, self.peers.refused)
         bind = f"tcp://{options.controlplane_bind}"
         self.workers = RouterSocket(
-            self._context, f"{bind}:{options.worker_port}", self._on_worker_frame, self._pump
+            self._context,
+            f"{bind}:{options.worker_port}",
+            self._on_worker_frame,
+            self._pump,
+            lambda socket: self.peers.guard(socket, "worker"),
         )
         self.clients = RouterSocket(
-            self._context, f"{bind}:{options.gateway_port}", self._on_gateway_frame, self._pump
+            self._context,
+            f"{bind}:{options.gateway_port}",
+            self._on_gateway_frame,
+            self._pump,
+            lambda socket: self.peers.guard(socket, "gateway"),
         )
 
     def close(self) -> None:
+        self.peers.close()
         self.workers.close()
         self.clients.close()
         self._context.term()
@@ -351,7 +365,7 @@ class ControlPlane:
 
     def _refuse_frame(self, socket: str, error: ProtocolError) -> None:
         self.refused[socket] += 1
-        log.warning("a frame on the %s port was refused: %s", socket, error)
+        self._limited.warning(socket, "a frame on the %s port was refused: %s", socket, error)
 
     def info(self) -> Info:
         """The state that operators see. Called from the probe thread too: reads only."""

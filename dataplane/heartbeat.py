@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import zmq
 
-from octavo.dataplane.links import Socket, send
+from octavo.common.logs import LimitedLog
+from octavo.dataplane.links import Line, Socket, send
 from octavo.proto.session import (
     BeatAnswer,
     Ready,
@@ -41,7 +42,7 @@ class Heartbeat(threading.Thread):
     """
 
     def __init__(
-        self, control: Socket, main: Socket, register: Register, progress: Progress, place: str
+        self, control: Line, main: Socket, register: Register, progress: Progress, place: str
     ) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._control, self._main = control, main
@@ -50,6 +51,7 @@ class Heartbeat(threading.Thread):
         # The first line comes after one second of silence.
         self._heard = self._logged = time.monotonic() - LOG_SECONDS + 1.0
         self._running = True
+        self._limited = LimitedLog(log)
 
     def run(self) -> None:
         try:
@@ -63,7 +65,8 @@ class Heartbeat(threading.Thread):
 
     def _loop(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._control, zmq.POLLIN)
+        for readable in (self._control.socket, self._control.monitor):
+            poller.register(readable, zmq.POLLIN)
         poller.register(self._main, zmq.POLLIN)
         next_beat = time.monotonic()
         while self._running:
@@ -71,19 +74,22 @@ class Heartbeat(threading.Thread):
             if now >= next_beat:
                 next_beat = now + (BEAT_SECONDS if self._beat() else RETRY_SECONDS)
                 self._log_silence(now)
+                self._control.redial()
             events = dict(poller.poll(max(0, round((next_beat - time.monotonic()) * 1000))))
-            if self._control in events:
-                self._on_control(self._control.recv_multipart())
+            if self._control.monitor in events:
+                self._control.watch()
+            if self._control.socket in events:
+                self._on_control(self._control.socket.recv_multipart())
             if self._main in events:
                 self._on_main(self._main.recv())
 
     def _beat(self) -> bool:
         """False when there is no connection."""
         if self._controlplane is None:
-            return send(self._control, self._register.pack())
+            return send(self._control.socket, self._register.pack())
         epoch, plans = self._progress.done
         beat = WorkerBeat(incarnation=self._register.incarnation, epoch=epoch, plans_done=plans)
-        return send(self._control, beat.pack())
+        return send(self._control.socket, beat.pack())
 
     def _log_silence(self, now: float) -> None:
         if now - self._heard >= LOG_SECONDS and now - self._logged >= LOG_SECONDS:
@@ -96,7 +102,7 @@ class Heartbeat(threading.Thread):
                 raise ProtocolError(f"frame: a message of {len(frames)} parts")
             message = unpack(frames[0], Reset, BeatAnswer, Refused)
         except ProtocolError as error:
-            log.warning("refused a frame from the control plane: %s", error)
+            self._limited.warning("frame", "refused a frame from the control plane: %s", error)
             return
         self._heard = time.monotonic()
         if isinstance(message, Reset):
@@ -114,9 +120,9 @@ class Heartbeat(threading.Thread):
         if not answer.known or answer.controlplane != self._controlplane:
             log.info("the control plane does not know this worker: registering again")
             self._controlplane = None
-            send(self._control, self._register.pack())
+            send(self._control.socket, self._register.pack())
 
     def _on_main(self, frame: bytes) -> None:
         message = unpack(frame, Ready, WorkerBye)
-        send(self._control, frame)
+        send(self._control.socket, frame)
         self._running = not isinstance(message, WorkerBye)

@@ -2,6 +2,8 @@
 
 import zmq
 
+from octavo.common.curve import ClientKeys
+from octavo.common.dialing import Dialer
 from octavo.proto.wire import MAX_FRAME_BYTES
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -14,8 +16,34 @@ _PING_MS, _PING_TIMEOUT_MS = 2000, 10_000
 _THREADS_ADDRESS = "inproc://threads"
 
 
-def connect(context: Context, host: str, port: int, identity: bytes) -> Socket:
-    """A DEALER to the control plane that queues nothing while there is no connection."""
+class Line:
+    """A connection to the control plane that queues nothing while it is not there.
+
+    Its `socket` and `monitor` are polled by the one thread that uses it, which calls `watch` when the
+    monitor is readable, and `redial` from time to time.
+    """
+
+    def __init__(
+        self, context: Context, address: str, identity: bytes, keys: ClientKeys | None
+    ) -> None:
+        """`address` is ``tcp://host:port``; `identity` is what plans and answers are sent to."""
+        self.socket = _dealer(context, identity)
+        self._dialer = Dialer(self.socket, address, "worker", keys)
+        self.monitor: Socket = self._dialer.monitor
+        self.redial = self._dialer.redial
+        self._dialer.connect()
+
+    def watch(self) -> None:
+        """Logs what has become of the connection."""
+        while self.monitor.poll(0):
+            self._dialer.take(self.monitor.recv_multipart())
+
+    def close(self) -> None:
+        self._dialer.close()
+        self.socket.close()
+
+
+def _dealer(context: Context, identity: bytes) -> Socket:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, identity)
     socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -26,7 +54,6 @@ def connect(context: Context, host: str, port: int, identity: bytes) -> Socket:
     socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PING_TIMEOUT_MS)
     socket.set_hwm(HIGH_WATER_MARK)
-    socket.connect(f"tcp://{host}:{port}")
     return socket
 
 

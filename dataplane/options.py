@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from octavo.common.options import option, parse_bytes
+from octavo.common.exposure import check_exposure
+from octavo.common.options import CURVE_KEYS_HELP, INSECURE_HELP, option, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class WorkerOptions:
     worker_probe_port: int = option(
         7464, "port of the worker's /health, /ready and /metrics", minimum=1, maximum=65535
     )
+    curve_keys: str | None = option(None, CURVE_KEYS_HELP)
+    insecure: bool = option(False, INSECURE_HELP)
     tensor_parallel: int = option(
         1, "workers of a gang, which share one copy of the model", minimum=1, maximum=64
     )
@@ -93,3 +96,12 @@ class WorkerOptions:
     log_level: str = option(
         "info", "least severe log lines shown", choices=("debug", "info", "warning", "error")
     )
+
+    def __post_init__(self) -> None:
+        check_exposure(
+            "--worker-probe-host",
+            self.worker_probe_host,
+            "the worker CURVE keys (--curve-keys FOLDER, which `octavo keygen FOLDER` makes)",
+            is_protected=self.curve_keys is not None,
+            insecure=self.insecure,
+        )

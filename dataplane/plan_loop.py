@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import zmq
 
+from octavo.common.logs import LimitedLog
 from octavo.dataplane.engine import Engine
 from octavo.dataplane.heartbeat import Progress
-from octavo.dataplane.links import Socket, send
+from octavo.dataplane.links import Line, Socket, send
 from octavo.dataplane.metrics import WorkerMetrics
 from octavo.dataplane.runner import Runner, UnderWay
 from octavo.dataplane.slots import PlanError, Slots
@@ -21,6 +22,7 @@ from octavo.proto.wire import ProtocolError, unpack
 log = logging.getLogger(__name__)
 
 MAX_SLOTS = 65_536
+_REDIAL_MS = 500
 
 
 class RefusedByControlPlane(Exception):  # noqa: N818 (an answer, not a fault)
@@ -52,7 +54,7 @@ class PlanLoop:
 
     def __init__(
         self,
-        data: Socket,
+        data: Line,
         heart: Socket,
         register: Register,
         engine: Engine,
@@ -66,6 +68,7 @@ class PlanLoop:
         self._epoch: Epoch | None = None
         self._started: Started | None = None
         self._pool_shape: tuple[int, int, int] | None = None
+        self._limited = LimitedLog(log)
 
     def run(self, stop: StopSignal) -> None:
         """Works until the stop signal, then says goodbye.
@@ -75,7 +78,7 @@ class PlanLoop:
             EngineError: the pools that a reset asks for cannot be made.
         """
         poller = zmq.Poller()
-        for readable in (self._data, self._heart, stop.descriptor):
+        for readable in (self._data.socket, self._data.monitor, self._heart, stop.descriptor):
             poller.register(readable, zmq.POLLIN)
         try:
             while not stop.requested:
@@ -87,10 +90,12 @@ class PlanLoop:
     def _step(self, events: dict[object, int], stop: StopSignal) -> None:
         if stop.descriptor in events:
             stop.clear()
+        if self._data.monitor in events:
+            self._data.watch()
         if self._heart in events:
             self._on_heart(self._heart.recv(), stop)
-        elif self._data in events:
-            self._on_data(self._data.recv_multipart(), time.perf_counter())
+        elif self._data.socket in events:
+            self._on_data(self._data.socket.recv_multipart(), time.perf_counter())
         elif self._started is not None:
             self._complete()
 
@@ -140,11 +145,17 @@ class PlanLoop:
         After a restart of the control plane the control socket may be back before the data socket.
         """
         poller = zmq.Poller()
-        poller.register(self._data, zmq.POLLOUT)
-        poller.register(self._heart, zmq.POLLIN)
-        poller.register(stop.descriptor, zmq.POLLIN)
-        events = dict(poller.poll())
-        return self._data in events and self._heart not in events
+        poller.register(self._data.socket, zmq.POLLOUT)
+        for readable in (self._data.monitor, self._heart, stop.descriptor):
+            poller.register(readable, zmq.POLLIN)
+        while True:
+            events = dict(poller.poll(_REDIAL_MS))
+            if self._heart in events or stop.descriptor in events:
+                return False
+            if self._data.socket in events:
+                return True
+            self._data.watch()
+            self._data.redial()
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -155,7 +166,7 @@ class PlanLoop:
             plan = Plan.unpack(frames[0])
         except ProtocolError as error:
             self._metrics.refused_frames.inc()
-            log.warning("refused a frame on the data socket: %s", error)
+            self._limited.warning("frame", "refused a frame on the data socket: %s", error)
             return
         epoch = self._epoch
         if epoch is None or plan.epoch != epoch.reset.epoch:
@@ -221,7 +232,7 @@ class PlanLoop:
         self._send(plan, Fault(epoch=plan.epoch, number=plan.number, rank=rank, reason=reason[:4096]))
 
     def _send(self, plan: Plan, answer: Result | Fault) -> None:
-        if not send(self._data, answer.pack()):
+        if not send(self._data.socket, answer.pack()):
             log.warning("plan %d: its result was dropped, there is no connection", plan.number)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import zmq
 
+from octavo.common.curve import client_keys
 from octavo.common.modelfiles import ModelError, ModelFiles, gguf_reader, open_model
 from octavo.common.options import OptionError
 from octavo.common.probes import ProbeServer
@@ -15,7 +16,7 @@ from octavo.dataplane.engine import Engine, EngineError
 from octavo.dataplane.engines.choice import choose_kernels
 from octavo.dataplane.engines.choice import load_engine as load_engine
 from octavo.dataplane.heartbeat import Heartbeat, Progress
-from octavo.dataplane.links import connect, thread_pair
+from octavo.dataplane.links import Line, thread_pair
 from octavo.dataplane.memory import available_memory
 from octavo.dataplane.metrics import WorkerMetrics
 from octavo.dataplane.options import WorkerOptions
@@ -60,6 +61,7 @@ def _serve_probes(options: WorkerOptions, progress: Progress, metrics: WorkerMet
 
 
 def _work(options: WorkerOptions, stop: StopSignal, progress: Progress, metrics: WorkerMetrics) -> None:
+    keys = client_keys(options.curve_keys, "worker")
     files, engine = _load(options)
     if stop.requested:
         return
@@ -67,7 +69,7 @@ def _work(options: WorkerOptions, stop: StopSignal, progress: Progress, metrics:
     place = f"{options.controlplane_host}:{options.worker_port}"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     data, control = (
-        connect(context, options.controlplane_host, options.worker_port, identity(register.incarnation))
+        Line(context, f"tcp://{place}", identity(register.incarnation), keys)
         for identity in (data_identity, control_identity)
     )
     heart, main_end = thread_pair(context)

@@ -1,6 +1,7 @@
 """The `octavo` command. Each subcommand imports only what it needs."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -55,12 +56,9 @@ def _demo(parser: argparse.ArgumentParser) -> Run:
 def _add_serve_options(parser: argparse.ArgumentParser) -> None:
     from octavo.controlplane.options import ControlPlaneOptions
     from octavo.dataplane.options import WorkerOptions
-    from octavo.frontend.options import GatewayOptions
+    from octavo.frontend.options import GatewayOptions, LocalOptions
 
-    parser.add_argument(
-        "--start-timeout", type=float, default=600.0, help="seconds until all processes must be ready"
-    )
-    for options in (GatewayOptions, ControlPlaneOptions, WorkerOptions):
+    for options in (LocalOptions, GatewayOptions, ControlPlaneOptions, WorkerOptions):
         add_options(parser, options)
 
 
@@ -112,10 +110,9 @@ def _logged(name: str, run: Run) -> Run:
     return run_with_log
 
 
-def _client(name: str) -> Callable[[argparse.ArgumentParser], Run]:
+def _command(name: str, module: str = "commands") -> Callable[[argparse.ArgumentParser], Run]:
     def prepare(parser: argparse.ArgumentParser) -> Run:
-        from octavo.frontend import commands
-
+        commands = importlib.import_module(f"octavo.frontend.{module}")
         getattr(commands, f"add_{name}_arguments")(parser)
         run: Run = getattr(commands, f"run_{name}")
         return run
@@ -129,9 +126,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "controlplane": ("start a control plane", _controlplane),
     "worker": ("start a worker", _worker),
     "gateway": ("start a gateway", _gateway),
-    "generate": ("continue a text, over gRPC", _client("generate")),
-    "chat": ("talk to the model, over gRPC", _client("chat")),
-    "status": ("show gangs, pools and queues", _client("status")),
+    "keygen": ("make the keys by which the processes know one another", _command("keygen", "keygen")),
+    "generate": ("continue a text, over gRPC", _command("generate")),
+    "chat": ("talk to the model, over gRPC", _command("chat")),
+    "status": ("show gangs, pools and queues", _command("status")),
 }
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -228,17 +229,23 @@ def _talk(client: Client, messages: list[tuple[str, str]], args: argparse.Namesp
     return answer.samples[0].text, answer.summary()
 
 
-def ask(target: str, prompt: str, max_tokens: int) -> int:
+def open_client(options: ClientOptions) -> Client:
+    """A client of the gateway that the options name. Raises OSError."""
+    tls_ca = None if options.tls_ca is None else Path(options.tls_ca)
+    return Client(options.target, options.api_key, tls_ca)
+
+
+def ask(options: ClientOptions, prompt: str, max_tokens: int) -> int:
     """Streams the greedy answer to one chat message to the terminal, then its timing.
 
     Returns the exit status.
     """
     args = argparse.Namespace(max_tokens=max_tokens, temperature=0.0)
-    with Client(target) as client:
+    with open_client(options) as client:
         try:
             _, summary = _talk(client, [("user", prompt)], args)
         except ClientError as error:
-            return _complain(error, target)
+            return _complain(error, options.target)
     print(summary)
     return 0
 
@@ -322,8 +329,14 @@ def _print_table(rows: list[list[str]]) -> None:
 
 
 def _run(args: argparse.Namespace, command: Callable[[Client], int]) -> int:
-    target = read_options(ClientOptions, args).target
-    with Client(target) as client:
+    options = read_options(ClientOptions, args)
+    target = options.target
+    try:
+        opened = open_client(options)
+    except OSError as error:
+        print(f"--tls-ca: {options.tls_ca} cannot be read ({error.strerror})", file=sys.stderr)
+        return 1
+    with opened as client:
         try:
             return command(client)
         except ClientError as error:

@@ -4,6 +4,7 @@
 # avoid, so it is 400 there.
 HTTP_STATUS = {
     "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
     "UNIMPLEMENTED": 400,
     "FAILED_PRECONDITION": 400,
     "NOT_FOUND": 404,

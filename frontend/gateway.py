@@ -8,9 +8,14 @@ import signal
 import socket
 
 import uvloop
+from starlette.types import ASGIApp
 
+from octavo.common.curve import client_keys
 from octavo.common.modelfiles import ModelError, ModelFiles, gguf_reader, open_model
+from octavo.common.options import OptionError
+from octavo.frontend.access import Access, read_access, warn_of_clear_text
 from octavo.frontend.chat import open_chat_template
+from octavo.frontend.doorkeeper import Doorkeeper, KeyMiddleware
 from octavo.frontend.generation import Generator
 from octavo.frontend.grpc_api import GrpcApi
 from octavo.frontend.http_api import HttpApi, HttpServer, bind
@@ -31,8 +36,8 @@ class PortTakenError(Exception):
 class Gateway:
     """Owner of the servers, the link, and of whether the gateway counts as ready."""
 
-    def __init__(self, options: GatewayOptions, model: ModelFiles) -> None:
-        self._options = options
+    def __init__(self, options: GatewayOptions, access: Access, model: ModelFiles) -> None:
+        self._options, self._access = options, access
         self._changed = asyncio.Event()
         self._changed.set()
         self._draining = False
@@ -42,6 +47,7 @@ class Gateway:
             model.config["vocab_size"],
             options.max_live_requests,
             self._changed.set,
+            client_keys(options.curve_keys, "gateway"),
         )
         self._metrics = Metrics()
         self._generator = Generator(
@@ -54,9 +60,14 @@ class Gateway:
             options.tokenizer_threads,
         )
         most = options.max_live_requests + _OTHER_CALLS
-        self._grpc = GrpcApi(self._generator, most)
+        doorkeeper = Doorkeeper(access.keys, self._metrics) if access.keys else None
+        app: ASGIApp = HttpApi(self._generator, self._is_ready).app
+        self._grpc = GrpcApi(self._generator, most, doorkeeper)
         self._http = HttpServer(
-            HttpApi(self._generator, self._is_ready).app, options.drain_timeout, most
+            KeyMiddleware(app, doorkeeper) if doorkeeper else app,
+            options.drain_timeout,
+            most,
+            access.certificate,
         )
         self._add_gauges()
 
@@ -69,11 +80,13 @@ class Gateway:
         """
         options = self._options
         try:
-            await self._grpc.start(options.grpc_host, options.grpc_port)
+            await self._grpc.start(options.grpc_host, options.grpc_port, self._access.certificate)
             log.info(
-                "serving gRPC on %s:%d and HTTP on %s:%d",
-                *(options.grpc_host, options.grpc_port, options.http_host, options.http_port),
+                "serving gRPC on %s:%d and HTTP%s on %s:%d",
+                *(options.grpc_host, options.grpc_port, "S" if self._access.certificate else ""),
+                *(options.http_host, options.http_port),
             )
+            warn_of_clear_text(options)
             await self._run(http_socket, stop)
         finally:
             self._link.shut_down()
@@ -143,9 +156,10 @@ async def _serve(options: GatewayOptions) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    access = read_access(options)
     with _bind("HTTP", options.http_host, options.http_port, "--http-port") as http_socket:
         _bind("gRPC", options.grpc_host, options.grpc_port, "--grpc-port").close()  # gRPC binds itself
-        gateway = Gateway(options, open_model(options.model, options.served_model_name))
+        gateway = Gateway(options, access, open_model(options.model, options.served_model_name))
         _forget_model_file()
         await gateway.run(http_socket, stop)
 
@@ -155,7 +169,7 @@ def main(options: GatewayOptions) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(options))
-    except (ModelError, PortTakenError) as error:
+    except (ModelError, OptionError, PortTakenError) as error:
         log.error("%s", error)
         return 1
     except LinkRefusedError as error:

@@ -13,6 +13,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from octavo.frontend.access import Certificate
+from octavo.frontend.doorkeeper import Doorkeeper, KeyInterceptor
 from octavo.frontend.errors import RequestError
 from octavo.frontend.generation import Generator
 from octavo.frontend.grpc_messages import (
@@ -49,10 +51,18 @@ _OPTIONS = [
 class GrpcApi:
     """Owner of the gRPC server."""
 
-    def __init__(self, generator: Generator, max_calls: int) -> None:
-        """`max_calls`: calls of all kinds at once; beyond it the answer is RESOURCE_EXHAUSTED."""
+    def __init__(self, generator: Generator, max_calls: int, doorkeeper: Doorkeeper | None) -> None:
+        """
+        Args:
+            max_calls: calls of all kinds at once; beyond it the answer is RESOURCE_EXHAUSTED.
+            doorkeeper: asks for keys; None: anybody may call.
+        """
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=max_calls)
+        self._server = grpc.aio.server(
+            interceptors=[KeyInterceptor(doorkeeper)] if doorkeeper else [],
+            options=_OPTIONS,
+            maximum_concurrent_rpcs=max_calls,
+        )
         self._register(_Servicer(generator))
 
     @typing.no_type_check  # generated code and gRPC's companions have no types
@@ -62,11 +72,14 @@ class GrpcApi:
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, host: str, port: int, certificate: Certificate | None) -> None:
         """Serves until stopped, NOT_SERVING at first. Raises OSError when the port is taken."""
         await self.set_serving(False)
         try:
-            self._server.add_insecure_port(f"{host}:{port}")
+            if certificate is None:
+                self._server.add_insecure_port(f"{host}:{port}")
+            else:
+                self._server.add_secure_port(f"{host}:{port}", _credentials(certificate))
         except RuntimeError as error:
             raise OSError(f"cannot bind {host}:{port}") from error
         await self._server.start()
@@ -81,6 +94,12 @@ class GrpcApi:
     async def stop(self, grace: float) -> None:
         """Takes no new calls; running ones get `grace` seconds."""
         await self._server.stop(grace)
+
+
+@typing.no_type_check  # gRPC has no types
+def _credentials(certificate: Certificate) -> Any:
+    pair = certificate.key.read_bytes(), certificate.cert.read_bytes()
+    return grpc.ssl_server_credentials([pair])
 
 
 class _Servicer(generation_pb2_grpc.GenerationServicer):

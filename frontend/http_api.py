@@ -13,7 +13,10 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
 
+from octavo.frontend.access import Certificate
+from octavo.frontend.doorkeeper import LoggedTls
 from octavo.frontend.errors import RequestError
 from octavo.frontend.generation import Generator
 from octavo.frontend.http_response import Reply, WatchedResponse
@@ -176,20 +179,26 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 class HttpServer(uvicorn.Server):
     """Serves an application on a bound socket; signals are the gateway's business."""
 
-    def __init__(self, app: FastAPI, drain_timeout: float, max_connections: int) -> None:
+    def __init__(
+        self, app: ASGIApp, drain_timeout: float, max_connections: int, certificate: Certificate | None
+    ) -> None:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                http="httptools",
-                ws="none",
-                limit_concurrency=max_connections,
-                timeout_graceful_shutdown=max(1, round(drain_timeout)),
-            )
+        config = uvicorn.Config(
+            app,
+            ssl_certfile=certificate.cert if certificate else None,
+            ssl_keyfile=certificate.key if certificate else None,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            http="httptools",
+            ws="none",
+            limit_concurrency=max_connections,
+            timeout_graceful_shutdown=max(1, round(drain_timeout)),
         )
+        config.load()
+        if config.ssl is not None:
+            config.ssl.sslobject_class = LoggedTls
+        super().__init__(config)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -7,17 +7,18 @@ queued in the socket, because the welcome that follows brings everything up to d
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
+from octavo.common.curve import ClientKeys
+from octavo.common.dialing import Dialer
+from octavo.common.logs import LimitedLog
 from octavo.frontend.errors import RequestError
 from octavo.frontend.inbox import deliver
 from octavo.frontend.live import LiveRequest
@@ -61,6 +62,7 @@ class Link:
         vocab_size: int,
         max_live: int,
         on_change: Callable[[], None] = lambda: None,
+        keys: ClientKeys | None = None,
     ) -> None:
         """
         Args:
@@ -69,6 +71,7 @@ class Link:
             vocab_size: token ids are below it.
             max_live: sizes the socket's queues.
             on_change: called whenever `ready` or the limits may have changed.
+            keys: without them the session is in the clear.
         """
         self.incarnation = secrets.randbits(63)
         self.welcome: Welcome | None = None
@@ -88,6 +91,8 @@ class Link:
         self.prefixes = Prefixes(self.incarnation, self._send, lambda: self._joined)
         self._context = zmq.asyncio.Context()
         self._socket = self._make_socket(max_live)
+        self._dialer = Dialer(self._socket, address, "gateway", keys)
+        self._limited = LimitedLog(log)
 
     def _make_socket(self, max_live: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.DEALER)
@@ -153,34 +158,27 @@ class Link:
     async def run(self) -> None:
         """Keeps the session until cancelled. Raises LinkRefusedError."""
         try:
-            with self._monitored() as monitor:
-                self._socket.connect(self._address)
-                await _first_end(self._receive(), self._beat(), self._watch(monitor))
+            self._dialer.connect()
+            await _first_end(self._receive(), self._beat(), self._watch())
         finally:
             self._leave(lost=True)
 
     def shut_down(self) -> None:
         """Closes the socket; what was sent gets a second to leave."""
+        self._dialer.close()
         self._socket.close()
         self._context.term()
 
-    @contextlib.contextmanager
-    def _monitored(self) -> Iterator[Any]:
-        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        monitor = self._socket.get_monitor_socket(events)
-        try:
-            yield monitor
-        finally:
-            self._socket.disable_monitor()
-            monitor.close(0)
-
-    async def _watch(self, monitor: Any) -> None:
+    async def _watch(self) -> None:
         """What was in flight when a connection broke is lost, so the session starts again."""
+        was_connected = False
         while True:
-            event = await recv_monitor_message(monitor)
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            event = self._dialer.take(await self._dialer.monitor.recv_multipart())
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                was_connected = True
                 self._say_hello()
-            else:
+            elif event == zmq.EVENT_DISCONNECTED and was_connected:
+                was_connected = False
                 log.warning("the connection to the control plane at %s broke", self._address)
                 self._leave(lost=True)
 
@@ -194,11 +192,12 @@ class Link:
                 self._dispatch(frame)
             except ProtocolError as error:
                 self.malformed += 1
-                log.error("refused a message of the control plane: %s", error)
+                self._limited.warning("frame", "refused a message of the control plane: %s", error)
 
     async def _beat(self) -> None:
         while True:
             self._judge_silence()
+            self._dialer.redial()
             if self._joined:
                 self._submit_unsent()
                 self._send(self._make_beat())

@@ -54,6 +54,14 @@ class Metrics:
             "octavo_requests", "Requests by how they ended", ["finished_reason"], registry=registry
         )
 
+        self._unauthenticated = Counter(
+            "octavo_unauthenticated_calls", "Calls without a valid API key", ["api"], registry=registry
+        )
+
+    def unauthenticated(self, api: str) -> None:
+        """A call over "grpc" or "http" was refused for want of a key."""
+        self._unauthenticated.labels(api).inc()
+
     def gauge(self, name: str, help: str, read: Callable[[], float]) -> None:
         """A figure that is read when somebody asks."""
         Gauge(name, help, registry=self.registry).set_function(read)

@@ -16,10 +16,15 @@ from octavo.frontend.tokenizer import Tokenizer
 _ERROR_TYPES = {
     "RESOURCE_EXHAUSTED": "rate_limit_error",
     "UNAVAILABLE": "service_unavailable_error",
+    "UNAUTHENTICATED": "authentication_error",
     "INTERNAL": "server_error",
     "DEADLINE_EXCEEDED": "timeout_error",
 }
-_ERROR_CODES = {"NOT_FOUND": "model_not_found", "UNIMPLEMENTED": "not_offered"}
+_ERROR_CODES = {
+    "NOT_FOUND": "model_not_found",
+    "UNAUTHENTICATED": "invalid_api_key",
+    "UNIMPLEMENTED": "not_offered",
+}
 
 Json = dict[str, Any]
 

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from octavo.common.options import read_options
 from octavo.controlplane.options import ControlPlaneOptions
 from octavo.dataplane.options import WorkerOptions
-from octavo.frontend.options import GatewayOptions
+from octavo.frontend.access import read_access, read_keys
+from octavo.frontend.options import ClientOptions, GatewayOptions, LocalOptions
 from octavo.frontend.supervisor import ChildFailed, ServeOptions, Supervisor
 
 log = logging.getLogger("octavo.serve")
@@ -19,11 +20,14 @@ DEMO_PROMPT = "What is the capital of France? Tell me something about it."
 
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:
-    """The options of the three processes. Raises OptionError."""
+    """The options of all processes. Raises OptionError."""
+    gateway = read_options(GatewayOptions, args)
+    read_access(gateway)  # says now what the gateway would say later
     return ServeOptions(
         controlplane=read_options(ControlPlaneOptions, args),
         worker=read_options(WorkerOptions, args),
-        gateway=read_options(GatewayOptions, args),
+        gateway=gateway,
+        workers=read_options(LocalOptions, args).workers,
     )
 
 
@@ -44,10 +48,11 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _print_addresses(gateway: GatewayOptions) -> None:
+    scheme = "https" if gateway.tls_cert else "http"
     print(
         f"Octavo is ready.\n"
         f"  gRPC  {gateway.grpc_host}:{gateway.grpc_port}   (octavo generate, chat, status)\n"
-        f"  HTTP  http://{gateway.http_host}:{gateway.http_port}/v1   (OpenAI clients)\n"
+        f"  HTTP  {scheme}://{gateway.http_host}:{gateway.http_port}/v1   (OpenAI clients)\n"
         f"Ctrl-C stops it.",
         flush=True,
     )
@@ -68,11 +73,22 @@ def run_demo(args: argparse.Namespace) -> int:
             supervisor.wait_until_ready(args.start_timeout)
             if supervisor.stopping:
                 return 130
-            gateway = supervisor.options.gateway
-            return ask(f"{gateway.grpc_host}:{gateway.grpc_port}", args.prompt, args.max_tokens)
+            client = _client_options(supervisor.options.gateway)
+            return ask(client, args.prompt, args.max_tokens)
     except (ChildFailed, TimeoutError) as error:
         log.error("%s", error)
         return 1
+
+
+def _client_options(gateway: GatewayOptions) -> ClientOptions:
+    """How to reach a gateway with these options."""
+    keys = read_keys(gateway)
+    return ClientOptions(
+        grpc_host=gateway.grpc_host,
+        grpc_port=gateway.grpc_port,
+        api_key=keys[0] if keys else None,
+        tls_ca=gateway.tls_cert,
+    )
 
 
 def _free_port() -> socket.socket:
@@ -83,7 +99,8 @@ def _free_port() -> socket.socket:
 
 def _on_ports(options: ServeOptions, ports: list[int]) -> ServeOptions:
     gateway_port, worker_port, probe_port, worker_probe_port, grpc_port, http_port = ports
-    return ServeOptions(
+    return dataclasses.replace(
+        options,
         controlplane=dataclasses.replace(
             options.controlplane,
             gateway_port=gateway_port,
