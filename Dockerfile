@@ -58,9 +58,10 @@ RUN --mount=type=bind,from=package,source=/dist,target=/dist pip install --no-de
 # -- what is shipped --------------------------------------------------------------------------------
 
 FROM ${BASE} AS runtime
-# /keys: the keys by which the processes know one another; a new volume takes its owner from here.
+# A new volume takes its owner from the folder that it covers. /keys: the keys by which the processes
+# know one another; /cache: kernels that were compiled.
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin octavo \
-    && install -d -o octavo -g octavo -m 0700 /keys \
+    && install -d -o octavo -g octavo -m 0700 /keys /cache \
     && install -d /models
 ENV PATH=/opt/octavo/bin:$PATH \
     HOME=/tmp \

@@ -7,12 +7,13 @@ INSTALLED := .venv/installed-$(shell (cat pyproject.toml; find $(FOLDERS) -name 
 DEPENDENCIES := .venv/dependencies-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: help setup demo test verify soak kernels-check lint format proto proto-check clean
+.PHONY: help setup demo test verify compose-test soak kernels-check lint format proto proto-check clean
 
 help:
 	@echo "make demo    a real model answers through three processes"
 	@echo "make test    the tests (at most 15 minutes on two cores)"
 	@echo "make verify  the full matrices (at most 90 minutes; resumes where it stopped)"
+	@echo "make compose-test  the compose file with real containers (root on Debian; minutes)"
 	@echo "make soak    long random runs"
 	@echo "make kernels-check  compiles the Triton kernels for sm_80, sm_90 and gfx942"
 	@echo "make lint    formatting, linting, types, generated stubs"
@@ -42,6 +43,10 @@ test: setup
 # Tests that passed on this commit are not run again.
 verify: setup lint
 	$(BIN)/python -m pytest --resume out/verify.txt --durations=15
+
+# Builds the images without an image registry, then kills and scales containers under load.
+compose-test: setup
+	tests/compose/run.sh
 
 soak: setup
 	OCTAVO_EXAMPLES=20000 $(BIN)/python -m pytest tests/controlplane --timeout 3600 -k random
