@@ -73,7 +73,7 @@ class Containers:
         return int(self.inspect(container)["RestartCount"])
 
     def exit_codes(self, service: str, since: float) -> list[int]:
-        """Of a service's containers that have ended from `since` on (Unix seconds), removed ones too."""
+        """Of a service's containers that ended from `since` (Unix seconds) on, removed ones too."""
         filters = (
             "event=die",
             f"label=com.docker.compose.project={PROJECT}",
