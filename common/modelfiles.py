@@ -173,7 +173,10 @@ _GGUF_CONFIG = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
 }
 
 
@@ -205,10 +208,23 @@ def _open_gguf(path: Path, name: str) -> ModelFiles:
         path=path,
         format="gguf",
         config=config,
-        eos_token_ids=_as_ids(values.get("tokenizer.ggml.eos_token_id")),
+        eos_token_ids=_gguf_eos(path, values, config["vocab_size"]),
         digest=_gguf_digest(path, file),
         gguf=values,
     )
+
+
+def _gguf_eos(path: Path, values: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """The ends of a text and of a turn in a chat. Raises ModelError for ids that no token has."""
+    found: list[int] = []
+    for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
+        token_id = values.get(key)
+        if token_id is None or token_id in found:
+            continue
+        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise ModelError(f"{path}: `{key}` is {token_id!r}, and there are {vocab_size} tokens")
+        found.append(token_id)
+    return tuple(found)
 
 
 def _gguf_digest(path: Path, file: GgufFile) -> str:

@@ -53,7 +53,7 @@ class WorkerOptions:
     quantization: str = option(
         "auto",
         "weights of the OpenVINO engine: none is float32, int8 rounds in groups of 32, exact4 keeps "
-        "the 4-bit values of a GGUF file; auto is exact4 where the file has them, else none",
+        "the small integers of a GGUF file; auto is exact4 where some have 4 bits, else none",
         choices=("auto", "none", "int8", "exact4"),
     )
     activations: str = option(

@@ -39,6 +39,10 @@ RETRY_AFTER_MS = 1000
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     ("grpc.max_send_message_length", MAX_SEND_BYTES),
+    # Calls that wait for the event loop. gRPC cancels those beyond at random, without a word; ours are
+    # refused with a reason, and are few: see `max_calls`.
+    ("grpc.server.max_pending_requests", 1 << 20),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
     ("grpc.so_reuseport", 0),  # a taken port is an error, not a second server
     # A client whose machine has vanished is noticed within a minute.
     ("grpc.keepalive_time_ms", 30_000),

@@ -4,30 +4,20 @@ The `tokenizers` library does the encoding. Decoding goes through the bytes of e
 stream can be decoded token by token without ever decoding it again (see `detokenizer`).
 """
 
-import functools
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from octavo.common.modelfiles import ModelError, ModelFiles
+from octavo.frontend.gguf_tokenizer import gguf_encoder
 
 _LONGEST_TOKEN = 4096  # characters; no vocabulary has a longer one
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
-
-# The split patterns of these families, as their own tokenizer files have them.
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-
-# GGUF token types
-_CONTROL, _USER_DEFINED = 3, 4
 
 
 @dataclass(frozen=True)
@@ -94,7 +84,8 @@ def open_tokenizer(model: ModelFiles) -> Tokenizer:
         ModelError: the files have none, or one of a kind that is not supported.
     """
     if model.format == "gguf":
-        return _from_gguf(model)
+        backend, bos = gguf_encoder(model)
+        return Tokenizer(backend, model.config["vocab_size"], bos)
     path = model.path / "tokenizer.json"
     if not path.exists():
         raise ModelError(f"{model.path} has no tokenizer.json, which the gateway needs")
@@ -102,77 +93,19 @@ def open_tokenizer(model: ModelFiles) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{path} is not a readable tokenizer: {error}") from error
+    _check_size(path, backend, model.config["vocab_size"])
     return Tokenizer(backend, model.config["vocab_size"])
 
 
-# -- GGUF -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Family:
-    """How one kind of byte-level BPE treats text before the merges."""
-
-    pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
-    normalizer: Callable[[], normalizers.Normalizer] | None = None
-    ignore_merges: bool = False  # a whole word of the vocabulary is taken as it is
-    adds_bos: bool = False  # where the file does not say
-
-
-def _byte_level() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _digits_then_bytes() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()])
-
-
-def _split_then_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([split, level])
-
-
-_FAMILIES = {
-    "smollm": _Family(_digits_then_bytes),
-    "gpt-2": _Family(_byte_level),
-    "llama-bpe": _Family(
-        functools.partial(_split_then_bytes, _LLAMA3_SPLIT), ignore_merges=True, adds_bos=True
-    ),
-    "qwen2": _Family(functools.partial(_split_then_bytes, _QWEN2_SPLIT), normalizer=normalizers.NFC),
-}
-
-
-def _from_gguf(model: ModelFiles) -> Tokenizer:
-    values = model.gguf
-    kind, pre = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre")
-    if kind != "gpt2" or pre not in _FAMILIES:
+def _check_size(path: Path, backend: tokenizers.Tokenizer, vocab_size: int) -> None:
+    """Raises ModelError where the vocabulary goes beyond the model's. Tokens that were added to it may:
+    models of text are published with the tokens that others have for images."""
+    largest = max(backend.get_vocab(with_added_tokens=False).values(), default=-1)
+    if largest >= vocab_size:
         raise ModelError(
-            f"{model.path}: a tokenizer of kind {kind!r} with pre-tokenizer {pre!r} is not supported; "
-            f"supported is kind 'gpt2' with {', '.join(sorted(_FAMILIES))}"
+            f"{path} has tokens up to id {largest}, and the model's `vocab_size` is {vocab_size}: "
+            "it is the tokenizer of another model"
         )
-    family, tokens = _FAMILIES[pre], values["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in values.get("tokenizer.ggml.merges", ())]
-    vocab = {token: i for i, token in enumerate(tokens)}
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, ignore_merges=family.ignore_merges)
-    )
-    if family.normalizer:
-        backend.normalizer = family.normalizer()
-    backend.pre_tokenizer = family.pre_tokenizer()
-    backend.decoder = decoders.ByteLevel()
-    _add_tokens(backend, tokens, values.get("tokenizer.ggml.token_type", ()))
-    adds_bos = values.get("tokenizer.ggml.add_bos_token", family.adds_bos)
-    bos = values.get("tokenizer.ggml.bos_token_id") if adds_bos else None
-    return Tokenizer(backend, model.config["vocab_size"], bos)
-
-
-def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Tells the library which tokens are matched in the text before anything else."""
-    for token, kind in zip(tokens, types, strict=False):
-        if kind == _CONTROL:
-            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind == _USER_DEFINED:
-            backend.add_tokens([AddedToken(token, normalized=False)])
 
 
 # -- the bytes of tokens ----------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def choose_packing(files: ModelFiles, quantization: str) -> str:
         return "exact4"
     if quantization == "exact4":
         raise EngineError(
-            f"--quantization exact4: {files.path} has no Q4_0 or Q4_1 weights to keep; "
+            f"--quantization exact4: {files.path} has no Q4_0, Q4_1 or Q4_K weights to keep; "
             "int8 works with any model"
         )
     return "none"

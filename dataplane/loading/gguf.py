@@ -1,6 +1,5 @@
 """Weights from a GGUF file: dequantised tensor by tensor, or in the file's own small integers."""
 
-from collections.abc import Callable
 from typing import Any
 
 import gguf
@@ -13,13 +12,12 @@ from torch import Tensor
 
 from octavo.common.gguf_file import GgufError, GgufTensor
 from octavo.common.modelfiles import ModelError, ModelFiles, gguf_reader
-from octavo.dataplane.loading.grouped import GROUP, Floats, GroupedMatrix, pack_nibbles
+from octavo.dataplane.loading.gguf_blocks import KEPT, OF_4_BITS, Bytes
+from octavo.dataplane.loading.grouped import Floats, GroupedMatrix
 from octavo.dataplane.loading.weights import check_shape
 
 # Architectures whose files hold the rows of Q and K in the order of an interleaved rotary embedding.
 _INTERLEAVED = {"llama"}
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class GgufWeights:
@@ -28,7 +26,7 @@ class GgufWeights:
     def __init__(self, files: ModelFiles, dtype: torch.dtype, keep_integers: bool = False) -> None:
         """
         Args:
-            keep_integers: matrices that the file has as Q4_0, Q4_1 or Q8_0 come as they are.
+            keep_integers: matrices of the types in `KEPT` come in the file's own integers.
         """
         self._path, self._dtype, self._keep_integers = files.path, dtype, keep_integers
         self._config = files.config
@@ -45,10 +43,11 @@ class GgufWeights:
 
     def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor | GroupedMatrix:
         stored = self._find(name, shape)
-        parse = _GROUPED.get(stored.kind)
+        parse = KEPT.get(stored.kind)
         if not self._keep_integers or parse is None:
             return self.take(name, shape)
-        matrix = parse(self._raw(stored).reshape(shape[0], shape[1] // GROUP, -1))
+        _, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(stored.kind)]
+        matrix = parse(self._raw(stored).reshape(shape[0], -1, block_bytes))
         heads = self._interleaved_heads(name)
         return matrix if heads is None else matrix.rows(_by_halves(shape[0], heads))
 
@@ -109,7 +108,7 @@ def has_4_bit_weights(files: ModelFiles) -> bool:
     if files.format != "gguf":
         return False
     kinds = {tensor.kind for tensor in gguf_reader(files.path).tensors.values()}
-    return not kinds.isdisjoint((GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1))
+    return not kinds.isdisjoint(OF_4_BITS)
 
 
 def _name_map(files: ModelFiles) -> Any:
@@ -125,46 +124,3 @@ def _by_halves(rows: int, heads: int) -> npt.NDArray[np.int64]:
     apart, (0, d/2), (1, d/2 + 1) ..."""
     order = np.arange(rows).reshape(heads, -1, 2)
     return order.swapaxes(1, 2).reshape(-1)
-
-
-# -- blocks of 32 values: one or two float16, then the integers -------------------------------------
-
-
-def _q4_0(blocks: Bytes) -> GroupedMatrix:
-    scales, integers = _halves(blocks, 0), _nibbles(blocks[..., 2:])
-    return GroupedMatrix(4, integers, scales, np.full_like(scales, 8))
-
-
-def _q4_1(blocks: Bytes) -> GroupedMatrix:
-    """integer * scale + minimum = (integer - zero) * scale, with a zero that is no integer.
-
-    A scale of 0 leaves the minimum alone, which then becomes the scale of integer 0 less zero -1.
-    """
-    scales, minima, integers = _halves(blocks, 0), _halves(blocks, 2), _nibbles(blocks[..., 4:])
-    flat = scales == 0
-    integers = np.where(flat[..., None], np.uint8(0), integers)
-    zeros = np.where(flat, np.float32(-1), -minima / np.where(flat, np.float32(1), scales))
-    return GroupedMatrix(4, integers, np.where(flat, minima, scales), zeros)
-
-
-def _q8_0(blocks: Bytes) -> GroupedMatrix:
-    integers = np.ascontiguousarray(blocks[..., 2:]).view(np.int8)
-    return GroupedMatrix(8, integers, _halves(blocks, 0), None)
-
-
-def _halves(blocks: Bytes, offset: int) -> Floats:
-    """The float16 at a byte of each block."""
-    two_bytes = np.ascontiguousarray(blocks[..., offset : offset + 2])
-    return two_bytes.view("<f2")[..., 0].astype(np.float32)
-
-
-def _nibbles(stored: Bytes) -> Bytes:
-    """From a file's order, where byte i holds the values i and i + 16, to neighbours in a byte."""
-    return pack_nibbles(np.concatenate((stored & np.uint8(15), stored >> np.uint8(4)), axis=-1))
-
-
-_GROUPED: dict[int, Callable[[Bytes], GroupedMatrix]] = {
-    GGMLQuantizationType.Q4_0: _q4_0,
-    GGMLQuantizationType.Q4_1: _q4_1,
-    GGMLQuantizationType.Q8_0: _q8_0,
-}

@@ -28,7 +28,7 @@ def open_weights(files: ModelFiles, dtype: torch.dtype, packing: str = "none") -
 
     Args:
         packing: of matrices: ``none`` for the compute dtype, ``int8`` rounds to int8 in groups of 32,
-            ``exact4`` keeps the integers of a GGUF file where it has Q4_0, Q4_1 or Q8_0.
+            ``exact4`` keeps the integers of a GGUF file where it has them in such groups.
 
     Raises:
         ModelError: the files cannot be read.

@@ -41,7 +41,7 @@ def gemma3(files: ModelFiles, weights: Weights, kernels: Kernels) -> Decoder:
         local_theta=_local_theta(files),
         score_scale=None if scalar is None else float(scalar) ** -0.5,
         embedding_scale=positive(files, "hidden_size") ** 0.5,
-        logit_cap=None if cap is None else float(cap),
+        logit_cap=float(cap) if cap else None,
         norm_offset=0.0 if files.format == "gguf" else 1.0,  # GGUF's converter has added it
     )
     return Decoder(files, made, weights, kernels, Gemma3Layer)

@@ -88,7 +88,7 @@ def test_an_asked_for_engine_is_taken(files: ModelFiles) -> None:
             r"--activations int8 is for the OpenVINO engine",
         ),
         ({"block_size": 8, "kv_dtype": "uint8"}, r"--kv-dtype uint8 is .* --block-size is 8"),
-        ({"quantization": "exact4"}, r"--quantization exact4: .* has no Q4_0 or Q4_1 weights"),
+        ({"quantization": "exact4"}, r"--quantization exact4: .* has no Q4_0, Q4_1 or Q4_K weights"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from forwards import batch_of_rows
-from gguf.quants import dequantize, quantize
+from gguf.quants import quantize
 from tiny_gguf import write_gguf
 from tiny_llama import VOCAB, prompt_of, tiny_llama
 from transformers import LlamaForCausalLM
@@ -15,7 +15,8 @@ from transformers import LlamaForCausalLM
 from octavo.common.modelfiles import open_model
 from octavo.dataplane.engines.openvino.engine import OpenVinoEngine
 from octavo.dataplane.engines.torch_engine import TorchEngine
-from octavo.dataplane.loading import gguf as loading
+from octavo.dataplane.loading.gguf import has_4_bit_weights
+from octavo.dataplane.loading.gguf_blocks import KEPT
 from octavo.dataplane.loading.grouped import (
     GROUP,
     GroupedMatrix,
@@ -31,22 +32,9 @@ ROWS, GROUPS = 6, 3
 
 
 def stored_blocks(kind: KINDS) -> np.ndarray:
-    """Quantised values as a file has them: ``[rows, groups, bytes of a block]``, one group flat."""
+    """Quantised values as a file has them: ``[rows, groups, bytes of a block]``."""
     values = np.random.default_rng(3).standard_normal((ROWS, GROUPS * GROUP)).astype(np.float32)
-    values[2, :GROUP] = -0.75
-    values[4, GROUP : 2 * GROUP] = 0.0
     return quantize(values, kind).reshape(ROWS, GROUPS, -1)
-
-
-@pytest.mark.parametrize("kind", [KINDS.Q4_0, KINDS.Q4_1, KINDS.Q8_0])
-def test_kept_integers_have_the_files_values(kind: KINDS) -> None:
-    blocks = stored_blocks(kind)
-    matrix = loading._GROUPED[kind](blocks)
-    wanted = dequantize(blocks.reshape(ROWS, -1), kind)
-    assert matrix.shape == wanted.shape
-    np.testing.assert_allclose(matrix.values(), wanted, rtol=1e-6, atol=1e-7)
-    order = np.random.default_rng(0).permutation(ROWS)
-    np.testing.assert_allclose(matrix.rows(order).values(), wanted[order], rtol=1e-6, atol=1e-7)
 
 
 def test_two_values_share_a_byte() -> None:
@@ -68,17 +56,18 @@ def test_rounding_is_within_half_a_step() -> None:
 
 
 def test_only_matrices_of_one_kind_are_joined() -> None:
-    parts = [loading._GROUPED[kind](stored_blocks(kind)) for kind in (KINDS.Q4_0, KINDS.Q4_1)]
+    parts = [KEPT[kind](stored_blocks(kind)) for kind in (KINDS.Q4_0, KINDS.Q4_1)]
     joined = join(parts)
     assert joined is not None
     wanted = np.concatenate([part.values() for part in parts])
     np.testing.assert_array_equal(joined.values(), wanted)
-    assert join([parts[0], loading._GROUPED[KINDS.Q8_0](stored_blocks(KINDS.Q8_0))]) is None
+    assert join([parts[0], KEPT[KINDS.Q8_0](stored_blocks(KINDS.Q8_0))]) is None
 
 
 # -- a model ------------------------------------------------------------------------------------------
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
+WIDER = {"hidden_size": 256, "intermediate_size": 512}  # rows are whole blocks of k-quants
 
 
 @pytest.fixture(scope="module")
@@ -88,19 +77,20 @@ def wide_model() -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize(
-    "kinds",
+    ("sizes", "kinds"),
     [
-        {"": KINDS.Q4_1},
-        {"": KINDS.Q4_0, "attn_v": KINDS.Q4_1, "token_embd": KINDS.Q8_0},
-        {"": KINDS.Q4_1, "attn_k": KINDS.Q8_0, "ffn_up": KINDS.F16, "output": KINDS.Q5_0},
+        (WIDE, {"": KINDS.Q4_1}),
+        (WIDE, {"": KINDS.Q4_0, "attn_v": KINDS.Q4_1, "token_embd": KINDS.Q8_0}),
+        (WIDE, {"": KINDS.Q4_1, "attn_k": KINDS.Q8_0, "ffn_up": KINDS.F16, "output": KINDS.Q5_0}),
+        (WIDER, {"": KINDS.Q4_K, "attn_v": KINDS.Q6_K, "ffn_down": KINDS.Q5_1, "output": KINDS.Q5_K}),
     ],
-    ids=["q4_1", "q4_0", "mixed"],
+    ids=["q4_1", "q4_0", "mixed", "k-quants"],
 )
 def test_a_file_of_4_bits_gives_the_logits_of_its_dequantised_values(
-    wide_model: LlamaForCausalLM, tmp_path: Path, kinds: dict[str, KINDS]
+    tmp_path: Path, sizes: dict[str, int], kinds: dict[str, KINDS]
 ) -> None:
-    files = open_model(str(write_gguf(wide_model, tmp_path / "four.gguf", kinds=kinds)))
-    assert loading.has_4_bit_weights(files)
+    files = open_model(str(write_gguf(tiny_llama(**sizes), tmp_path / "four.gguf", kinds=kinds)))
+    assert has_4_bit_weights(files)
     batch = batch_of_rows([(prompt_of(40), 0, [1, 0])], list(range(40)))
     logits = []
     for engine in (

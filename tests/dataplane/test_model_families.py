@@ -274,6 +274,10 @@ def write_family(model: Any, path: Path, family: str) -> Path:
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    if getattr(config, "final_logit_softcapping", None):
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
     writer.add_token_list([f"<{i}>" for i in range(VOCAB)])
@@ -300,6 +304,11 @@ def write_family(model: Any, path: Path, family: str) -> Path:
         ("Phi3", "phi3", CASES["phi3-partial"][1]),
         ("Gemma3Text", "gemma3", {"num_hidden_layers": 7, "head_dim": 24, "sliding_window": 29,
                                   "query_pre_attn_scalar": 24, "tie_word_embeddings": True}),
+        ("Gemma3Text", "gemma3", {"num_hidden_layers": 7, "head_dim": 24, "sliding_window": 29,
+                                  "query_pre_attn_scalar": 24, "tie_word_embeddings": True,
+                                  "final_logit_softcapping": 2.5,
+                                  "rope_parameters": CASES["gemma3-scaled"][1]["rope_parameters"]
+                                  | {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}}),
     ],
 )  # fmt: skip
 def test_gguf_of_families(prefix: str, family: str, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -152,3 +152,16 @@ def test_files_that_are_not_safetensors_are_refused(model_folder: Path, tmp_path
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no \*\.safetensors file"):
         TorchEngine(open_model(str(folder)), "cpu", "float32")
+
+
+@pytest.mark.parametrize(("ends", "wanted"), [(None, (2,)), ((2, 2), (2,)), ((2, 7), (2, 7))])
+def test_gguf_ends_of_texts_and_turns(
+    hf_model: LlamaForCausalLM, tmp_path: Path, ends: tuple[int, int] | None, wanted: tuple[int, ...]
+) -> None:
+    assert open_model(str(write_gguf(hf_model, tmp_path / "a.gguf", ends=ends))).eos_token_ids == wanted
+
+
+def test_gguf_ends_that_are_no_tokens_are_refused(hf_model: LlamaForCausalLM, tmp_path: Path) -> None:
+    path = write_gguf(hf_model, tmp_path / "a.gguf", ends=(2, VOCAB))
+    with pytest.raises(ModelError, match=r"a\.gguf: `tokenizer\.ggml\.eot_token_id` is 300, and there"):
+        open_model(str(path))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from gguf_types import stored
 from tiny_llama import VOCAB
 from transformers import LlamaForCausalLM
 
@@ -16,13 +17,15 @@ def write_gguf(
     kinds: dict[str, gguf.GGMLQuantizationType] | None = None,
     without: str = "",
     rope_scaling: gguf.RopeScalingType | None = None,
+    ends: tuple[int, int] | None = None,
 ) -> Path:
     """The model as llama.cpp's converter writes it: rows of Q and K in interleaved order.
 
     Args:
         kinds: how matrices are stored whose names have the key in them, of several keys the last; the
-            others, and those whose rows are not whole groups of 32, are in float32.
+            others, and those whose rows are not whole blocks, are in float32.
         without: the name of a tensor to leave out.
+        ends: the tokens that end a text and a turn; by default there is only the first, 2.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -35,7 +38,9 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10_000.0)
     writer.add_token_list([f"<{i}>" for i in range(VOCAB)])
-    writer.add_eos_token_id(2)
+    writer.add_eos_token_id(ends[0] if ends else 2)
+    if ends:
+        writer.add_eot_token_id(ends[1])
     if rope_scaling is not None:
         writer.add_rope_scaling_type(rope_scaling)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
@@ -52,7 +57,7 @@ def write_gguf(
         if kind is None:
             writer.add_tensor(own_name, np.ascontiguousarray(values))
         else:
-            writer.add_tensor(own_name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(own_name, stored(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -63,6 +68,7 @@ def write_gguf(
 def _kind_of(
     name: str, shape: tuple[int, ...], kinds: dict[str, gguf.GGMLQuantizationType]
 ) -> gguf.GGMLQuantizationType | None:
-    if len(shape) != 2 or shape[1] % 32:
+    kind = next((kind for part, kind in reversed(kinds.items()) if part in name), None)
+    if kind is None or len(shape) != 2 or shape[1] % gguf.GGML_QUANT_SIZES[kind][0]:
         return None
-    return next((kind for part, kind in reversed(kinds.items()) if part in name), None)
+    return kind

@@ -114,6 +114,20 @@ def test_folder_with_sentencepiece_tokens(tmp_path: Path) -> None:
     assert tokenizer.decode([299]) == ""
 
 
+def test_folder_with_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    model = folder(tmp_path, sentencepiece(), vocab_size=260)
+    with pytest.raises(ModelError, match=r"tokenizer\.json has .* id 263.* `vocab_size` is 260"):
+        open_tokenizer(model)
+
+
+def test_folder_with_an_added_token_beyond_the_model_is_taken(tmp_path: Path) -> None:
+    """Some are published so, with tokens for images beside a model of text."""
+    backend = sentencepiece()
+    backend.add_special_tokens([AddedToken("<image>", special=True)])
+    tokenizer = open_tokenizer(folder(tmp_path, backend, vocab_size=264))
+    assert tokenizer.encode("<image>") == [264]
+
+
 def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     model = ModelFiles("m", tmp_path, "safetensors", {"vocab_size": 5}, (), "digest")
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
