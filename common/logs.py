@@ -1,6 +1,7 @@
 """Log lines: time, process, level, text. Prompts and answers never appear in them unless asked for."""
 
 import logging
+import math
 import sys
 import time
 
@@ -14,6 +15,21 @@ def set_up_logging(process: str, level: str = "info") -> None:
         datefmt="%H:%M:%S",
         force=True,
     )
+
+
+class OneLineASecond(logging.Filter):
+    """For a library's logger whose lines strangers can cause: lets one through each second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = -math.inf  # monotonic seconds
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if record.levelno > logging.WARNING or now - self._last >= 1.0:
+            self._last = now
+            return True
+        return False
 
 
 class LimitedLog:

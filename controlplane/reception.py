@@ -7,6 +7,7 @@ from octavo.controlplane.gateways import Gateway, Gateways
 from octavo.controlplane.options import ControlPlaneOptions
 from octavo.controlplane.scheduler import Scheduler
 from octavo.controlplane.sequence import OrderedGroups, SequenceGroup, State
+from octavo.proto.plan import EARLY_STOPPING
 from octavo.proto.session import Cancel, Submit
 
 
@@ -65,6 +66,10 @@ class Reception:
             raise Refusal("INVALID_ARGUMENT", "n: no sample is left to generate")
         if submit.max_tokens < 0:
             raise Refusal("INVALID_ARGUMENT", "max_tokens: below 0")
+        if len(submit.sampling.bias_ids) != len(submit.sampling.bias_values):
+            raise Refusal("INVALID_ARGUMENT", "logit_bias: ids and values differ in number")
+        if submit.beams is not None and submit.beams.early_stopping not in EARLY_STOPPING:
+            raise Refusal("INVALID_ARGUMENT", "early_stopping: not one of " + ", ".join(EARLY_STOPPING))
         if any(len(s.tokens) >= max(submit.max_tokens, 1) and not s.finish for s in submit.samples):
             raise Refusal("INVALID_ARGUMENT", "samples: more outputs than max_tokens")
         if len(self.waiting) >= options.max_waiting_requests:

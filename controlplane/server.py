@@ -230,7 +230,7 @@ class ControlPlane:
         if not schedulers:
             raise PrefixRefused("UNAVAILABLE", "no worker is ready to compute a prefix; retry later")
         try:
-            self._check_tokens(message.tokens)
+            self._check_tokens("prompt", message.tokens)
         except Refusal as refusal:
             raise PrefixRefused(refusal.code, refusal.reason) from refusal
         return self.prefixes.register(message, schedulers)
@@ -251,7 +251,7 @@ class ControlPlane:
 
     def _on_submit(self, gateway: Gateway, submit: Submit) -> None:
         try:
-            self._check_tokens(submit.prompt)
+            self._check_ids(submit)
             self.reception.submit(gateway, submit, self.gangs.roomiest)
         except Refusal as refusal:
             failure = Failure(
@@ -263,13 +263,23 @@ class ControlPlane:
             )
             self._send_gateway(gateway.identity, failure)
 
-    def _check_tokens(self, prompt: Int32s) -> None:
+    def _check_ids(self, submit: Submit) -> None:
+        """Whatever names a token names one that there is. Raises Refusal."""
+        sampling = submit.sampling
+        self._check_tokens("prompt", submit.prompt)
+        self._check_tokens("logit_bias", sampling.bias_ids)
+        self._check_tokens("stop_token_ids", sampling.stop_token_ids)
+        self._check_tokens("eos_token_ids", sampling.eos_token_ids)
+        for state in submit.samples:
+            self._check_tokens("samples", state.tokens)
+
+    def _check_tokens(self, field: str, ids: Int32s) -> None:
         model = self.gangs.model
-        if model is None or not len(prompt):
+        if model is None or not len(ids):
             return
         vocab_size = model.vocab_size
-        if int(prompt.max()) >= vocab_size or int(prompt.min()) < 0:
-            raise Refusal("INVALID_ARGUMENT", f"prompt: a token id is not in [0, {vocab_size})")
+        if int(ids.max()) >= vocab_size or int(ids.min()) < 0:
+            raise Refusal("INVALID_ARGUMENT", f"{field}: a token id is not in [0, {vocab_size})")
 
     def _welcome(self) -> Welcome:
         welcome = Welcome(controlplane=self.incarnation, ready=self.is_ready, lease=self.options.lease)

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from octavo.common.logs import LimitedLog
 from octavo.frontend.access import ApiKeys
 from octavo.frontend.errors import RequestError
+from octavo.frontend.http_response import error_headers
 from octavo.frontend.metrics import Metrics
 from octavo.frontend.openai_format import error_body
 
@@ -78,7 +79,7 @@ class KeyMiddleware:
             await self._app(scope, receive, send)
             return
         error = self._doorkeeper.refuse("http", (scope["client"] or ("?",))[0])
-        headers = {"WWW-Authenticate": "Bearer"}
+        headers = {"WWW-Authenticate": "Bearer", **error_headers(error)}
         answer = JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
         await answer(scope, receive, send)
 

@@ -1,5 +1,7 @@
 """The one exception that a client's request can end with."""
 
+RETRY_SECONDS = 1  # after which a client may try again, where that makes sense
+
 # What the other end of an error code is on HTTP. A feature that is not offered is the client's to
 # avoid, so it is 400 there.
 HTTP_STATUS = {
@@ -26,15 +28,20 @@ class RequestError(Exception):
         field: the field at fault, if one is.
     """
 
-    def __init__(self, code: str, message: str, field: str | None = None) -> None:
+    def __init__(
+        self, code: str, message: str, field: str | None = None, http_status: int | None = None
+    ) -> None:
+        """`http_status`: where HTTP knows better than `HTTP_STATUS` what has happened."""
         super().__init__(message)
         self.code = code if code in HTTP_STATUS else "INTERNAL"
         self.message = message
         self.field = field
+        self.http_status = http_status or HTTP_STATUS[self.code]
 
     @property
-    def http_status(self) -> int:
-        return HTTP_STATUS[self.code]
+    def may_be_retried(self) -> bool:
+        """Whether the same request may be taken a little later, unchanged."""
+        return self.code in ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
 
 
 def invalid(field: str, problem: str) -> RequestError:

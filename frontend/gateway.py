@@ -1,6 +1,7 @@
 """The gateway's process: gRPC and HTTP in front, the link to the control plane behind."""
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -26,6 +27,8 @@ from octavo.frontend.tokenizer import open_tokenizer
 
 log = logging.getLogger("octavo.gateway")
 
+_LAST_SECONDS = 2.0  # that answers get to leave once their requests are over
+_POLL_SECONDS = 0.05
 _OTHER_CALLS = 1024  # connections or calls at once beside live requests: probes, refusals, idle clients
 
 
@@ -56,8 +59,7 @@ class Gateway:
             open_chat_template(model),
             self._link,
             self._metrics,
-            options.max_live_requests,
-            options.tokenizer_threads,
+            options,
         )
         most = options.max_live_requests + _OTHER_CALLS
         doorkeeper = Doorkeeper(access.keys, self._metrics) if access.keys else None
@@ -65,7 +67,6 @@ class Gateway:
         self._grpc = GrpcApi(self._generator, most, doorkeeper)
         self._http = HttpServer(
             KeyMiddleware(app, doorkeeper) if doorkeeper else app,
-            options.drain_timeout,
             most,
             access.certificate,
         )
@@ -117,14 +118,28 @@ class Gateway:
             await self._grpc.set_serving(self._is_ready())
 
     async def _drain(self, http: asyncio.Future[None], grace: float) -> None:
-        """No new requests; running ones get `grace` seconds."""
+        """No new requests; running ones get `grace` seconds, then they end with UNAVAILABLE.
+
+        The ports stay open until then, so that probes and new requests get an answer.
+        """
         self._draining = True
+        self._generator.stop_taking()
         await self._grpc.set_serving(False)
         if self._link.live_count:
             log.info("stopping: %d requests may finish within %g s", self._link.live_count, grace)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace):
+                    await self._until_idle()
+        if left := self._link.fail_all(
+            "the gateway was stopped before the answer was whole; ask again"
+        ):
+            log.warning("%d requests were not finished in time and ended with UNAVAILABLE", left)
         self._http.should_exit = True
-        self._http.force_exit = grace == 0
-        await asyncio.gather(self._grpc.stop(grace), http)
+        await asyncio.gather(self._grpc.stop(_LAST_SECONDS), http)
+
+    async def _until_idle(self) -> None:
+        while self._generator.live_count:
+            await asyncio.sleep(_POLL_SECONDS)
 
     def _add_gauges(self) -> None:
         link, gauge = self._link, self._metrics.gauge

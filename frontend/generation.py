@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from octavo.frontend.chat import ChatTemplate, no_template
 from octavo.frontend.errors import RequestError, invalid
 from octavo.frontend.link import Link
 from octavo.frontend.metrics import Metrics
+from octavo.frontend.options import GatewayOptions
 from octavo.frontend.prefixes import Prefix
 from octavo.frontend.requests import ChatPrompt, GenerateCall
 from octavo.frontend.sample import TextRules, echo_prompt
@@ -32,6 +34,8 @@ from octavo.frontend.validation import (
 from octavo.proto.session import PinState
 from octavo.proto.wire import int32s
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
@@ -45,17 +49,17 @@ class Generator:
         template: ChatTemplate | None,
         link: Link,
         metrics: Metrics,
-        max_live: int,
-        threads: int,
+        options: GatewayOptions,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.template = template
         self.link = link
         self.metrics = metrics
-        self._max_live = max_live
+        self._options = options
         self._preparing = 0
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        self._is_stopping = False
+        self._threads = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="tokenizer")
         metrics.gauge("octavo_live_requests", "Requests that are not finished", lambda: self.live_count)
 
     @property
@@ -84,7 +88,10 @@ class Generator:
             check_call(call, limits)
         with self._places(len(calls)):
             prepared = await asyncio.gather(*(self._prepare(call, limits) for call in calls))
-        batch = Batch([Stream(request, self.link, self.metrics) for request in prepared])
+            if self._options.log_prompts:
+                self._log_prompts(prepared)
+        streams = [Stream(request, self.link, self.metrics) for request in prepared]
+        batch = Batch(streams, self._options.max_unread_tokens)
         batch.start()
         return batch
 
@@ -103,6 +110,7 @@ class Generator:
         self, name: str, prompt: str | Sequence[int], cache_salt: str
     ) -> PinState:
         """Computes and pins a prefix; returns when that is done. Raises RequestError."""
+        self._check_taking()
         limits = self.limits()
         check_prefix(name, cache_salt)
         tokens = await self.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -114,6 +122,18 @@ class Generator:
         check_prefix_name(name)
         await self.link.prefixes.unregister(name)
 
+    def stop_taking(self) -> None:
+        """From now on requests are refused; running ones go on."""
+        self._is_stopping = True
+
+    def _check_taking(self) -> None:
+        if self._is_stopping:
+            raise RequestError("UNAVAILABLE", "the gateway is stopping: retry later, or at another")
+
+    def _log_prompts(self, requests: Sequence[PreparedRequest]) -> None:
+        for request in requests:
+            log.info("prompt: %r", self.tokenizer.decode(request.prompt, skip_special_tokens=False))
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -123,11 +143,12 @@ class Generator:
     @contextlib.contextmanager
     def _places(self, count: int) -> Iterator[None]:
         """Counts requests in before they cost anything. Raises RequestError when full."""
-        if self.live_count + count > self._max_live:
+        self._check_taking()
+        most = self._options.max_live_requests
+        if self.live_count + count > most:
             raise RequestError(
                 "RESOURCE_EXHAUSTED",
-                f"the gateway has its limit of {self._max_live} live requests "
-                "(--max-live-requests); retry later",
+                f"the gateway has its limit of {most} live requests (--max-live-requests); retry later",
             )
         self._preparing += count
         try:

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from octavo.frontend.access import Certificate
 from octavo.frontend.doorkeeper import Doorkeeper, KeyInterceptor
-from octavo.frontend.errors import RequestError
+from octavo.frontend.errors import RETRY_SECONDS, RequestError
 from octavo.frontend.generation import Generator
 from octavo.frontend.grpc_messages import (
     Writer,
@@ -25,6 +25,7 @@ from octavo.frontend.grpc_messages import (
     read_request,
     server_info,
 )
+from octavo.frontend.readable import ReadableMessages
 from octavo.frontend.sample import Delta
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 MAX_RECEIVE_BYTES = 16 << 20
 MAX_SEND_BYTES = 64 << 20
-RETRY_AFTER_MS = 1000
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
@@ -48,7 +48,9 @@ _OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # A client may ping every second while it waits for an answer; who pings faster is cut off.
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 5),
 ]
 
 
@@ -63,7 +65,7 @@ class GrpcApi:
         """
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = grpc.aio.server(
-            interceptors=[KeyInterceptor(doorkeeper)] if doorkeeper else [],
+            interceptors=[*([KeyInterceptor(doorkeeper)] if doorkeeper else []), ReadableMessages()],
             options=_OPTIONS,
             maximum_concurrent_rpcs=max_calls,
         )
@@ -222,7 +224,10 @@ async def _call(context: Any) -> AsyncIterator[None]:
 
 
 def _trailers(error: RequestError) -> tuple[tuple[str, str], ...]:
-    """gRPC's own hint of when to retry."""
-    if error.code not in ("RESOURCE_EXHAUSTED", "UNAVAILABLE"):
+    """When to retry: gRPC's own hint, and HTTP's for those who do not know it."""
+    if not error.may_be_retried:
         return ()
-    return (("grpc-retry-pushback-ms", str(RETRY_AFTER_MS)),)
+    return (
+        ("grpc-retry-pushback-ms", str(RETRY_SECONDS * 1000)),
+        ("retry-after", str(RETRY_SECONDS)),
+    )

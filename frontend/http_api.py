@@ -1,5 +1,6 @@
 """OpenAI's HTTP API, and the gateway's own probes, as a FastAPI application."""
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -15,11 +16,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from octavo.common.logs import OneLineASecond
 from octavo.frontend.access import Certificate
+from octavo.frontend.bounded_http import BoundedProtocol
 from octavo.frontend.doorkeeper import LoggedTls
 from octavo.frontend.errors import RequestError
 from octavo.frontend.generation import Generator
-from octavo.frontend.http_response import Reply, WatchedResponse
+from octavo.frontend.http_response import Reply, WatchedResponse, error_headers
 from octavo.frontend.openai_format import (
     DONE,
     ChatFormatter,
@@ -32,6 +35,8 @@ from octavo.frontend.sample import Delta
 from octavo.frontend.streams import Batch
 
 MAX_BODY_BYTES = 16 << 20
+BODY_SECONDS = 60.0  # that a client has to send one
+_LAST_SECONDS = 2  # that answers get to leave when the server stops
 
 
 class HttpApi:
@@ -150,23 +155,34 @@ async def _stream(
 
 
 async def _read_body(request: Request) -> bytes:
-    """The request's body. Raises RequestError when it is too large."""
+    """The request's body. Raises RequestError when it is too large or too slow."""
     body = bytearray()
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise _too_large()
     try:
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                raise RequestError(
-                    "INVALID_ARGUMENT", f"the body has more than the limit of {MAX_BODY_BYTES} bytes"
-                )
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large()
     except ClientDisconnect as error:
         raise RequestError("CANCELLED", "the client left before its request was whole") from error
+    except TimeoutError as error:
+        text = f"the body was not whole within {BODY_SECONDS:g} s"
+        raise RequestError("DEADLINE_EXCEEDED", text, http_status=408) from error
     return bytes(body)
+
+
+def _too_large() -> RequestError:
+    text = f"the body has more than the limit of {MAX_BODY_BYTES} bytes"
+    return RequestError("INVALID_ARGUMENT", text, http_status=413)
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return JSONResponse(error_body(error), status_code=error.http_status)
+    headers = error_headers(error)
+    return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -179,10 +195,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 class HttpServer(uvicorn.Server):
     """Serves an application on a bound socket; signals are the gateway's business."""
 
-    def __init__(
-        self, app: ASGIApp, drain_timeout: float, max_connections: int, certificate: Certificate | None
-    ) -> None:
+    def __init__(self, app: ASGIApp, max_connections: int, certificate: Certificate | None) -> None:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.error").addFilter(OneLineASecond())  # such as of invalid requests
         config = uvicorn.Config(
             app,
             ssl_certfile=certificate.cert if certificate else None,
@@ -190,10 +205,10 @@ class HttpServer(uvicorn.Server):
             log_config=None,
             access_log=False,
             lifespan="off",
-            http="httptools",
+            http=BoundedProtocol,
             ws="none",
             limit_concurrency=max_connections,
-            timeout_graceful_shutdown=max(1, round(drain_timeout)),
+            timeout_graceful_shutdown=_LAST_SECONDS,
         )
         config.load()
         if config.ssl is not None:

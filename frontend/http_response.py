@@ -9,12 +9,20 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.frontend.errors import RequestError
+from octavo.frontend.errors import RETRY_SECONDS, RequestError
 from octavo.frontend.openai_format import error_body
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER = b"1"  # seconds
+
+# Errors that may come before the whole request has: what is left of it is not waited for.
+_CLOSING = (401, 408, 413)
+
+
+def error_headers(error: RequestError) -> dict[str, str]:
+    """When to try again, where that makes sense; whether the connection ends."""
+    headers = {"retry-after": str(RETRY_SECONDS)} if error.may_be_retried else {}
+    return headers | ({"connection": "close"} if error.http_status in _CLOSING else {})
 
 
 class Reply:
@@ -24,12 +32,11 @@ class Reply:
         self._send = send
         self._started = False
 
-    async def body(self, status: int, body: dict[str, Any]) -> None:
-        """The whole answer."""
+    async def body(self, status: int, body: dict[str, Any], **more: str) -> None:
+        """The whole answer; `more` are headers."""
         data = json.dumps(body, ensure_ascii=False).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
-        if status in (429, 503):
-            headers.append((b"retry-after", RETRY_AFTER))
+        headers += [(name.encode(), value.encode()) for name, value in more.items()]
         self._started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": data})
@@ -48,7 +55,7 @@ class Reply:
     async def error(self, error: RequestError) -> None:
         """The error as a status, or as an event where the stream has begun."""
         if not self._started:
-            await self.body(error.http_status, error_body(error))
+            await self.body(error.http_status, error_body(error), **error_headers(error))
         else:
             event = b"data: " + json.dumps(error_body(error)).encode() + b"\n\n"
             await self.events(event, more=False)

@@ -144,6 +144,14 @@ class Link:
         if self._live.pop(request.number, None) is not None and request.sent:
             self._send(self._cancel(request, []))
 
+    def fail_all(self, reason: str) -> int:
+        """Ends every live request with UNAVAILABLE. Returns how many there were."""
+        requests = list(self._live.values())
+        for request in requests:
+            self.close(request)
+            request.listener.on_failure(RequestError("UNAVAILABLE", reason))
+        return len(requests)
+
     async def info(self) -> Info:
         """The state of the service. Raises RequestError UNAVAILABLE when nothing answers."""
         if not self._joined:

@@ -31,6 +31,12 @@ class GatewayOptions:
     max_live_requests: int = option(
         2048, "requests beyond this many at once are refused", minimum=1, maximum=1 << 20
     )
+    max_unread_tokens: int = option(
+        4096,
+        "tokens of a stream that may wait for a client that does not read; then the stream is ended",
+        minimum=1,
+        maximum=1 << 24,
+    )
     tokenizer_threads: int = option(
         2, "threads that tokenize prompts beside the event loop", minimum=1, maximum=64
     )
@@ -38,6 +44,7 @@ class GatewayOptions:
         10.0, "seconds that running requests get to finish when the gateway is stopped", minimum=0
     )
     log_level: str = option("info", "least serious log lines to print", choices=LOG_LEVELS)
+    log_prompts: bool = option(False, "show prompts in the log, which otherwise has no text of clients")
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):

@@ -90,6 +90,15 @@ class SampleText:
                 return False
         return self._push_text(self._decoder.push(token))
 
+    @property
+    def unread(self) -> int:
+        """Tokens that wait until somebody takes them."""
+        return len(self._pending.token_ids)
+
+    def drop_unread(self) -> None:
+        """Nobody will take what waits."""
+        self._pending = _Pending()
+
     def resume(self, tokens: Sequence[int], finish_reason: str) -> None:
         """Begins behind what the client has already; an echo was in front of the first token."""
         if not tokens and not finish_reason:

@@ -1,6 +1,7 @@
 """A request as its client sees it: deltas, prompt scores, usage, and its end."""
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -106,6 +107,25 @@ class Stream:
         generated = sum(sample.count for sample in self._samples)
         return Usage(len(self.prompt_ids), self._cached, generated)
 
+    @property
+    def unread(self) -> int:
+        """Tokens that have come and were not taken."""
+        return sum(sample.unread for sample in self._choices)
+
+    def end_unread(self) -> None:
+        """The client does not read: the request is cancelled, and what waits for it is dropped."""
+        waiting = self.unread
+        self._link.close(self._live)
+        for sample in self._choices:
+            sample.drop_unread()
+        self.on_failure(
+            RequestError(
+                "RESOURCE_EXHAUSTED",
+                f"the client did not read this stream: {waiting} tokens waited for it, more than the "
+                "limit (--max-unread-tokens)",
+            )
+        )
+
     def close(self) -> None:
         """Nobody reads on: whatever still runs is cancelled at once. May be called again."""
         self._link.close(self._live)
@@ -195,13 +215,22 @@ def _beams(sampling: SamplingRequest) -> Beams | None:
 class Batch:
     """The streams of one API call, read together. Leaving its context closes them all."""
 
-    def __init__(self, streams: Sequence[Stream]) -> None:
+    def __init__(self, streams: Sequence[Stream], max_unread: int) -> None:
+        """`max_unread`: tokens of a stream that may wait while the client does not read."""
         self.streams = streams
+        self._max_unread = max_unread
         self._news = asyncio.Event()
+        self._is_writing = False  # what was taken is on its way to the client, which may be slow
 
     def start(self) -> None:
         for stream in self.streams:
-            stream.start(self._news.set)
+            stream.start(functools.partial(self._on_news, stream))
+
+    def _on_news(self, stream: Stream) -> None:
+        self._news.set()
+        # Much that comes at once for a client that reads, such as beams, is no fault of the client.
+        if self._is_writing and stream.unread > self._max_unread:
+            stream.end_unread()
 
     async def deltas(self) -> AsyncIterator[tuple[int, list[Delta]]]:
         """(index of the stream, its news) as they come, until all streams are drained.
@@ -217,7 +246,9 @@ class Batch:
                 if stream.drained:
                     del unfinished[i]
                 if news:
+                    self._is_writing = True
                     yield i, news
+                    self._is_writing = False
 
     def close(self) -> None:
         for stream in self.streams:

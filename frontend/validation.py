@@ -10,7 +10,7 @@ import numpy as np
 
 from octavo.frontend.errors import invalid
 from octavo.frontend.requests import GenerateCall, SamplingRequest
-from octavo.proto.plan import Sampling
+from octavo.proto.plan import EARLY_STOPPING, Sampling
 from octavo.proto.session import FINISH_REASONS
 from octavo.proto.wire import float32s, int32s
 
@@ -23,7 +23,6 @@ MAX_LOGPROBS = 20
 MAX_CACHE_SALT = 256
 MAX_PREFIX_NAME = 256
 MAX_LENGTH_PENALTY = 10
-EARLY_STOPPING = ("true", "false", "never")
 MAX_SEED = (1 << 64) - 1
 _MAX_INT32 = (1 << 31) - 1
 

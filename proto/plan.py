@@ -18,16 +18,21 @@ from typing import Self
 import numpy as np
 
 from octavo.proto.wire import (
+    COUNT,
     Float32s,
     Int32s,
     Message,
     ProtocolError,
+    bounded,
     float32s,
     int32s,
     limited,
     message,
     part,
 )
+
+EARLY_STOPPING = ("true", "false", "never")
+MAX_LOGPROBS = 1024  # best tokens of a position; gateways allow far fewer
 
 
 @part
@@ -38,25 +43,27 @@ class Sampling(Message):
     token before `min_tokens` outputs exist.
     """
 
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 keeps all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output
-    presence_penalty: float = 0.0  # over output
-    frequency_penalty: float = 0.0  # over output
-    seed: int = 0  # unsigned 64 bits: the Philox key
-    min_tokens: int = 0
+    temperature: float = bounded(0.0, 100.0, default=1.0)  # 0 is greedy
+    top_k: int = bounded(*COUNT, default=0)  # 0 keeps all
+    top_p: float = bounded(0.0, 1.0, default=1.0)
+    min_p: float = bounded(0.0, 1.0, default=0.0)
+    repetition_penalty: float = bounded(0.0, 100.0, default=1.0)  # over prompt and output
+    presence_penalty: float = bounded(-2.0, 2.0, default=0.0)  # over output
+    frequency_penalty: float = bounded(-2.0, 2.0, default=0.0)  # over output
+    seed: int = bounded(0, (1 << 64) - 1, default=0)  # unsigned 64 bits: the Philox key
+    min_tokens: int = bounded(*COUNT, default=0)
     ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; k: the drawn token's and the k best
-    prompt_logprobs: int | None = None
+    logprobs: int | None = bounded(
+        0, MAX_LOGPROBS, default=None
+    )  # None: none; k: the drawn token's and the k best
+    prompt_logprobs: int | None = bounded(0, MAX_LOGPROBS, default=None)
     bias_ids: Int32s = limited(4096, default_factory=int32s)
     bias_values: Float32s = limited(4096, default_factory=float32s)
     stop_token_ids: Int32s = limited(1024, default_factory=int32s)
     eos_token_ids: Int32s = limited(1024, default_factory=int32s)
     # 0: a token is drawn. k: instead, the k best tokens with their log-probabilities are answered,
     # after bias, masks and penalties, and the slot gets its token with a later plan (beam search).
-    candidates: int = 0
+    candidates: int = bounded(*COUNT, default=0)
 
     @cached_property
     def packed(self) -> bytes:
@@ -68,7 +75,7 @@ class Sampling(Message):
 class Beams(Message):
     """Beam search, with the meanings of Hugging Face `generate`. Filled by the gateway."""
 
-    length_penalty: float = 1.0
+    length_penalty: float = bounded(-10.0, 10.0, default=1.0)
     early_stopping: str = limited(8, default="false")  # "true", "false" or "never"
 
 

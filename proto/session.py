@@ -12,10 +12,13 @@ from typing import Self
 
 from octavo.proto.plan import Beams, DrawLogprobs, Sampling
 from octavo.proto.wire import (
+    COUNT,
+    INCARNATION,
     Float32s,
     Int32s,
     Message,
     ProtocolError,
+    bounded,
     float32s,
     int32s,
     limited,
@@ -48,8 +51,8 @@ class ModelInfo(Message):
     name: str = limited(512)
     family: str = limited(64)  # "llama"
     digest: str = limited(128)  # of the model's files, tokenizer included
-    vocab_size: int
-    max_model_len: int  # tokens that the model's positions allow
+    vocab_size: int = bounded(1, (1 << 31) - 1)
+    max_model_len: int = bounded(1, (1 << 31) - 1)  # tokens that the model's positions allow
     eos_token_ids: Int32s = limited(1024, default_factory=int32s)
 
 
@@ -60,7 +63,7 @@ class Join(Message):
     Sent again until `Seat` or `Refused` comes. A seat is kept while the worker beats.
     """
 
-    incarnation: int
+    incarnation: int = bounded(*INCARNATION)
     tensor_parallel: int  # ranks that a gang shall have
     model: ModelInfo = limited(1)
     gang: int | None = None  # --gang and --rank: the seat that this worker claims
@@ -80,7 +83,7 @@ class Seat(Message):
 class Register(Message):
     """Worker -> control plane, when it has loaded its model, and again to a new control plane."""
 
-    incarnation: int
+    incarnation: int = bounded(*INCARNATION)
     device: str = limited(64)  # "cpu", "cuda:0"
     engine: str = limited(64)  # "torch"
     model: ModelInfo = limited(1)
@@ -132,7 +135,7 @@ class Ready(Message):
     Sent when the data socket is connected, so that the control plane can address it from here on.
     """
 
-    incarnation: int
+    incarnation: int = bounded(*INCARNATION)
     epoch: int
 
 
@@ -147,7 +150,7 @@ class Refused(Message):
 class WorkerBeat(Message):
     """Worker -> control plane, every `beat interval`, from a thread that no forward can block."""
 
-    incarnation: int
+    incarnation: int = bounded(*INCARNATION)
     epoch: int  # the epoch of the last reset done; 0 before the first
     plans_done: int  # of this epoch
 
@@ -156,7 +159,7 @@ class WorkerBeat(Message):
 class WorkerBye(Message):
     """Worker -> control plane: an orderly stop."""
 
-    incarnation: int
+    incarnation: int = bounded(*INCARNATION)
 
 
 @message("beat-answer")
@@ -186,7 +189,7 @@ def gateway_identity(incarnation: int) -> bytes:
 class Hello(Message):
     """Gateway -> control plane, on start and again to a new control plane."""
 
-    incarnation: int
+    incarnation: int = bounded(*INCARNATION)
     model_digest: str = limited(128)
 
 
@@ -214,14 +217,14 @@ class SampleState(Message):
 class Submit(Message):
     """Gateway -> control plane: run this. Idempotent on (gateway, request, attempt)."""
 
-    gateway: int  # incarnation
-    request: int  # 1 ..
-    attempt: int  # 0 ..
-    arrival: float  # Unix seconds; kept through attempts: part of the order key
-    priority: int  # lower first
+    gateway: int = bounded(*INCARNATION)  # incarnation
+    request: int = bounded(*COUNT)  # 1 ..
+    attempt: int = bounded(*COUNT)  # 0 ..
+    arrival: float = bounded(0.0, 1e12)  # Unix seconds; kept through attempts: part of the order key
+    priority: int = bounded(-(1 << 31), (1 << 31) - 1)  # lower first
     prompt: Int32s  # token ids
     samples: list[SampleState] = limited(1024)  # [n]; empty states on the first attempt
-    max_tokens: int  # outputs of each sample
+    max_tokens: int = bounded(*COUNT)  # outputs of each sample
     sampling: Sampling = limited(1)
     cache_salt: str = limited(256, default="")
     beams: Beams | None = None  # beam search as wide as there are samples
@@ -231,9 +234,9 @@ class Submit(Message):
 class Cancel(Message):
     """Gateway -> control plane: stop these samples of a request. Idempotent."""
 
-    gateway: int
-    request: int
-    attempt: int
+    gateway: int = bounded(*INCARNATION)
+    request: int = bounded(*COUNT)
+    attempt: int = bounded(*COUNT)
     samples: Int32s = limited(1024, default_factory=int32s)  # empty: all of them
 
 
@@ -245,7 +248,7 @@ class GatewayBeat(Message):
     were submitted after the beat was sent (`newest`).
     """
 
-    gateway: int
+    gateway: int = bounded(*INCARNATION)
     newest: int  # the highest request number submitted before this beat
     requests: Int32s = limited(default_factory=int32s)
     attempts: Int32s = limited(default_factory=int32s)
@@ -364,7 +367,7 @@ class Pin(Message):
     A name that is pinned already with the same tokens and salt is answered as it is.
     """
 
-    gateway: int
+    gateway: int = bounded(*INCARNATION)
     query: int
     name: str = limited(256)
     tokens: Int32s
@@ -375,7 +378,7 @@ class Pin(Message):
 class Unpin(Message):
     """Gateway -> control plane: the prefix of this name is not needed any more."""
 
-    gateway: int
+    gateway: int = bounded(*INCARNATION)
     query: int
     name: str = limited(256)
 
@@ -384,7 +387,7 @@ class Unpin(Message):
 class PinsQuery(Message):
     """Gateway -> control plane: which prefixes are registered?"""
 
-    gateway: int
+    gateway: int = bounded(*INCARNATION)
     query: int
 
 

@@ -62,6 +62,16 @@ def limited(limit: int = MAX_ITEMS, **kwargs: Any) -> Any:
     return dataclasses.field(metadata={"limit": limit}, **kwargs)
 
 
+def bounded(low: float, high: float, **kwargs: Any) -> Any:
+    """A dataclass field for a number in [low, high], or None where the type allows it."""
+    return dataclasses.field(metadata={"bounds": (low, high)}, **kwargs)
+
+
+# Bounds that many fields share.
+COUNT = (0, (1 << 31) - 1)  # what is kept in 32 bits
+INCARNATION = (0, (1 << 63) - 1)
+
+
 class Message:
     """Base of all messages. Subclasses are dataclasses made by `message` or `part`."""
 
@@ -131,7 +141,7 @@ def _unpacked(data: bytes, path: str) -> Any:
         raise ProtocolError(f"{path}: not msgpack") from error
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, limited))
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, limited, bounded))
 def message(kind: str) -> Callable[[type[M]], type[M]]:
     """Makes a class a message that travels as a frame of its own."""
 
@@ -143,14 +153,17 @@ def message(kind: str) -> Callable[[type[M]], type[M]]:
     return decorate
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, limited))
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, limited, bounded))
 def part(cls: type[M]) -> type[M]:
     """Makes a class a dataclass that travels inside a message."""
     made = dataclasses.dataclass(kw_only=True)(cls)
     hints = typing.get_type_hints(made, include_extras=True)
     fields = dataclasses.fields(made)  # type: ignore[arg-type]
     made._encode = _list_of_fields({f.name: _encoder(hints[f.name]) for f in fields})
-    made._decoders = [(f.name, _decoder(hints[f.name], f.metadata.get("limit"))) for f in fields]
+    made._decoders = [
+        (f.name, _decoder(hints[f.name], f.metadata.get("limit"), f.metadata.get("bounds")))
+        for f in fields
+    ]
     return made
 
 
@@ -194,18 +207,29 @@ def _encoder(hint: Any) -> _Encode:
     return _same
 
 
-def _decoder(hint: Any, limit: int | None) -> _Decode:
+def _decoder(hint: Any, limit: int | None, bounds: tuple[float, float] | None = None) -> _Decode:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _array_decoder(np.dtype(arguments[1]), limit or MAX_ITEMS)
     if origin is list:
         return _list_decoder(_decoder(arguments[0], None), limit or MAX_ITEMS)
     if origin is types.UnionType:  # always written `X | None`
-        some = _decoder(arguments[0], limit)
+        some = _decoder(arguments[0], limit, bounds)
         return lambda value, path: None if value is None else some(value, path)
     if isinstance(hint, type) and issubclass(hint, Message):
         return cast(_Decode, hint._from_fields)
-    return _scalar_decoder(hint, limit or MAX_TEXT)
+    scalar = _scalar_decoder(hint, limit or MAX_TEXT)
+    return scalar if bounds is None else _bounded_decoder(scalar, *bounds)
+
+
+def _bounded_decoder(scalar: _Decode, low: float, high: float) -> _Decode:
+    def decode(value: Any, path: str) -> Any:
+        number = scalar(value, path)
+        if not low <= number <= high:  # false for NaN too
+            raise ProtocolError(f"{path}: not in [{low}, {high}]")
+        return number
+
+    return decode
 
 
 def _array_decoder(dtype: np.dtype[Any], limit: int) -> _Decode:

@@ -45,10 +45,11 @@ class Process:
 
 
 @contextlib.contextmanager
-def running_gateway(log: Path) -> Iterator[Process]:
+def running_gateway(log: Path, *more: str) -> Iterator[Process]:
+    """`more` are options that a test adds."""
     plane, grpc_port, http = free_ports(3)
     options = f"--gateway-port={plane} --grpc-port={grpc_port} --http-port={http} --max-live-requests=2"
-    command = [sys.executable, "-m", "octavo.frontend.cli", "gateway", *options.split()]
+    command = [sys.executable, "-m", "octavo.frontend.cli", "gateway", *options.split(), *more]
     with log.open("wb") as stream:
         popen = subprocess.Popen(command, stdout=stream, stderr=stream)
     try:

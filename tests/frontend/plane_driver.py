@@ -64,9 +64,10 @@ class Driver:
     async def send_frame(self, frame: bytes) -> None:
         await self.socket.send_multipart([self.gateway, frame])
 
-    async def welcome(self) -> None:
+    async def welcome(self, max_model_len: int = 64) -> None:
         await self.expect(Hello)
-        await self.send(Welcome(controlplane=self.incarnation, ready=True, max_model_len=64))
+        answer = Welcome(controlplane=self.incarnation, ready=True, max_model_len=max_model_len)
+        await self.send(answer)
 
     async def tokens(
         self,

@@ -37,7 +37,7 @@ class Scene:
             arrival=12.5,
         )
         self.stream = Stream(request, session.link, self.metrics)
-        self.batch = Batch([self.stream])
+        self.batch = Batch([self.stream], max_unread=100)
         self.batch.start()
 
     async def sample(
