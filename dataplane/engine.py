@@ -22,7 +22,8 @@ class EngineInfo:
     engine: str  # "torch", "openvino"
     block_sizes: tuple[int, ...]  # tokens; the supported sizes, empty for any
     preferred_block_size: int
-    token_bytes: int  # of KV cache per token, all layers
+    token_bytes: int  # of KV cache per token, all layers, this rank's heads
+    weight_bytes: int  # of the weights that this rank holds
 
 
 @dataclass(frozen=True)

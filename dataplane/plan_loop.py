@@ -11,12 +11,14 @@ from octavo.dataplane.engine import Engine
 from octavo.dataplane.heartbeat import Progress
 from octavo.dataplane.links import Line, Socket, send
 from octavo.dataplane.metrics import WorkerMetrics
+from octavo.dataplane.parallel.collectives import CollectiveError
+from octavo.dataplane.parallel.gang import Gang, split_address
 from octavo.dataplane.runner import Runner, UnderWay
 from octavo.dataplane.slots import PlanError, Slots
 from octavo.dataplane.stopping import StopSignal
 from octavo.kernels.table import Kernels
 from octavo.proto.plan import Fault, Plan, Result
-from octavo.proto.session import ModelInfo, Ready, Refused, Register, Reset, WorkerBye
+from octavo.proto.session import Ready, Refused, Register, Reset, Seat, WorkerBye
 from octavo.proto.wire import ProtocolError, unpack
 
 log = logging.getLogger(__name__)
@@ -61,7 +63,13 @@ class PlanLoop:
         kernels: Kernels,
         progress: Progress,
         metrics: WorkerMetrics,
+        gang: Gang | None = None,
     ) -> None:
+        """
+        Args:
+            gang: of several ranks, if this worker has one of them.
+        """
+        self._gang = gang
         self._data, self._heart, self._register = data, heart, register
         self._engine, self._kernels = engine, kernels
         self._progress, self._metrics = progress, metrics
@@ -102,31 +110,33 @@ class PlanLoop:
     # -- resets -----------------------------------------------------------------------------------
 
     def _on_heart(self, frame: bytes, stop: StopSignal) -> None:
-        message = unpack(frame, Reset, Refused)
+        message = unpack(frame, Seat, Reset, Refused)
         if isinstance(message, Refused):
             raise RefusedByControlPlane(message.reason)
-        assert isinstance(message, Reset)
+        assert isinstance(message, Seat | Reset)
+        check_seat(message, self._register)
+        if isinstance(message, Seat):
+            return
+        self._progress.taken = message.epoch
         try:
-            check_reset(message, self._register.model)
+            check_reset(message, self._register)
         except ProtocolError as error:
             log.error("refused a reset: %s", error)
             return
-        self._reset(message)
-        if self._connected(stop):
+        if self._reset(message, stop) and self._connected(stop):
             ready = Ready(incarnation=self._register.incarnation, epoch=message.epoch)
             send(self._heart, ready.pack())
 
-    def _reset(self, reset: Reset) -> None:
+    def _reset(self, reset: Reset, stop: StopSignal) -> bool:
+        """False when the other ranks of the gang are not there."""
         self._epoch = self._started = None
-        shape = (reset.num_blocks, reset.block_size, reset.num_cpu_blocks)
-        if shape != self._pool_shape:
-            self._pool_shape = None
-            self._engine.make_pools(*shape)
-            self._engine.warm_up(reset.num_slots)
-            self._pool_shape = shape
+        if self._gang is not None:
+            self._gang.leave()
+        self._make_pools(reset)
+        if self._gang is not None and not self._join(self._gang, reset, stop):
+            return False
         self._epoch = Epoch(reset, self._engine, self._kernels, self._register.model.vocab_size)
         self._progress.done = (reset.epoch, 0)
-        self._metrics.set_pools(reset.num_blocks, reset.num_cpu_blocks)
         self._metrics.live_slots.set(0)
         log.info(
             "joined epoch %d as rank %d of %d: %d blocks of %d tokens, %d swap blocks, %d slots",
@@ -138,6 +148,27 @@ class PlanLoop:
             reset.num_cpu_blocks,
             reset.num_slots,
         )
+        return True
+
+    def _make_pools(self, reset: Reset) -> None:
+        shape = (reset.num_blocks, reset.block_size, reset.num_cpu_blocks)
+        if shape != self._pool_shape:
+            self._pool_shape = None
+            self._engine.make_pools(*shape)
+            self._engine.warm_up(reset.num_slots)
+            self._pool_shape = shape
+        self._metrics.set_pools(reset.num_blocks, reset.num_cpu_blocks)
+
+    def _join(self, gang: Gang, reset: Reset, stop: StopSignal) -> bool:
+        """False when a newer message or the stop signal comes first, or there is no meeting."""
+        try:
+            return gang.join(reset, lambda: stop.requested or bool(self._heart.poll(0)))
+        except CollectiveError as error:
+            log.error("%s", error)
+            self._metrics.faults.inc()
+            fault = Fault(epoch=reset.epoch, number=0, rank=reset.rank, reason=str(error)[:4096])
+            send(self._data.socket, fault.pack())
+            return False
 
     def _connected(self, stop: StopSignal) -> bool:
         """Waits until plans can arrive; False when a newer message or the stop signal comes first.
@@ -220,7 +251,7 @@ class PlanLoop:
 
     def _report(self, epoch: Epoch, plan: Plan, error: Exception) -> None:
         """Tells the gang of a plan that could not be run; called where the error is handled."""
-        if isinstance(error, (PlanError, ProtocolError)):
+        if isinstance(error, (PlanError, ProtocolError, CollectiveError)):
             reason = str(error)
         else:  # whatever it is, the gang must hear of it
             log.exception("plan %d of epoch %d failed", plan.number, plan.epoch)
@@ -236,13 +267,25 @@ class PlanLoop:
             log.warning("plan %d: its result was dropped, there is no connection", plan.number)
 
 
-def check_reset(reset: Reset, model: ModelInfo) -> None:
+def check_seat(message: Seat | Reset, register: Register) -> None:
+    """Raises RefusedByControlPlane for another seat than that whose weights this worker has."""
+    if register.tensor_parallel == 1:
+        return
+    given, held = (message.gang, message.rank), (register.gang, register.rank)
+    if given != held:
+        raise RefusedByControlPlane(
+            "it gives rank {1} of gang {0}, ".format(*given)
+            + "and this worker has the weights of rank {1} of gang {0}: start it again".format(*held)
+        )
+
+
+def check_reset(reset: Reset, register: Register) -> None:
     """Raises ProtocolError for sizes that make no sense."""
     for name, low, high in (
         ("block_size", 1, 1 << 16),
         ("num_slots", 1, MAX_SLOTS),
         ("max_batched_tokens", 1, 1 << 24),
-        ("max_model_len", 1, model.max_model_len),
+        ("max_model_len", 1, register.model.max_model_len),
         ("num_blocks", 1, 1 << 31),
         ("num_cpu_blocks", 0, 1 << 31),
     ):
@@ -250,5 +293,8 @@ def check_reset(reset: Reset, model: ModelInfo) -> None:
             raise ProtocolError(f"reset.{name}: not in [{low}, {high}]")
     if reset.num_blocks * reset.block_size >= 1 << 31:
         raise ProtocolError("reset.num_blocks: more than 2^31 tokens")
-    if reset.gang_size != 1 or reset.rank != 0:
-        raise ProtocolError("reset.gang_size: this worker runs alone, as rank 0 of 1")
+    size = register.tensor_parallel
+    if reset.gang_size != size or not 0 <= reset.rank < size:
+        raise ProtocolError(f"reset.gang_size: this worker is a rank of a gang of {size}")
+    if size > 1:
+        split_address(reset.rendezvous)

@@ -111,6 +111,9 @@ class Runner:
         self._slots.settle(under_way.places, result.tokens[under_way.own])
         result.digest = zlib.crc32(result.tokens.tobytes())
         result.prompt_logprobs = under_way.scores
+        if rank:  # all ranks know the same, and one says it
+            result.draw_logprobs = result.candidates = None
+            result.prompt_logprobs = []
         timings.forward = under_way.watch.seconds()
         if self._latest is under_way:
             self._latest = None

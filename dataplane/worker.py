@@ -1,6 +1,9 @@
 """The entry point of a worker process."""
 
+import logging
 import os
+import sys
+from typing import NoReturn
 
 from octavo.common.logs import set_up_logging
 from octavo.dataplane.options import WorkerOptions
@@ -12,10 +15,28 @@ def main(options: WorkerOptions) -> int:
     set_up_logging("worker", options.log_level)
     stop = StopSignal()
     yield_idle_cores()
+    keep_torch_quiet()
     # Only now, because it loads torch, whose threads read the variable once.
     from octavo.dataplane.process import run
 
-    return run(options, stop)
+    code = run(options, stop)
+    if options.tensor_parallel > 1:
+        end_now(code)
+    return code
+
+
+def end_now(code: int) -> NoReturn:
+    """Ends the process, without the destructors of torch's process groups: they wait for ranks that
+    do not answer, and abort the process when such a rank comes back meanwhile."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def keep_torch_quiet() -> None:
+    """Leaves it to the worker's own lines that a rank is gone: torch tells it with stack traces."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 def yield_idle_cores() -> None:

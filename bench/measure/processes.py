@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -75,6 +76,12 @@ class Process:
     def resident_bytes(self) -> int:
         """Memory resident now, of the process and its children."""
         return sum(int(process.memory_info().rss) for process in self.family())
+
+    def peak_bytes(self) -> int:
+        """The most memory that has been resident, of the process alone; Linux only."""
+        lines = Path(f"/proc/{self._popen.pid}/status").read_text().splitlines()
+        peak = next(line for line in lines if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) * 1024
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL to one that does not obey and to children that outlive it."""

@@ -8,6 +8,7 @@ import torch
 
 from octavo.common.modelfiles import ModelFiles
 from octavo.dataplane.engine import Engine, EngineError
+from octavo.dataplane.models.shard import ALONE, Collectives
 from octavo.dataplane.options import WorkerOptions
 from octavo.kernels.table import Kernels, KernelsError, kernels_named
 
@@ -17,21 +18,21 @@ log = logging.getLogger(__name__)
 _OPENVINO_BLOCK_SIZE = 32
 
 
-def load_engine(files: ModelFiles, options: WorkerOptions) -> Engine:
-    """The engine that the options ask for, with its weights.
+def load_engine(files: ModelFiles, options: WorkerOptions, collectives: Collectives = ALONE) -> Engine:
+    """The engine that the options ask for, with the weights of this rank.
 
     Raises:
         ModelError: the model cannot be used.
         EngineError: the engine cannot run here, or the options do not go together.
     """
-    device = choose_device(options.device)
+    device = choose_device(options.device, collectives.shard.rank)
     obstacle = obstacle_to_openvino(options, device)
     if options.engine == "openvino" and obstacle:
         raise EngineError(f"--engine openvino: {obstacle}")
     begin = time.perf_counter()
     if options.engine == "torch" or obstacle:
         reason = "--engine torch" if options.engine == "torch" else f"not OpenVINO, since {obstacle}"
-        engine, what = _load_torch(files, options, device, reason)
+        engine, what = _load_torch(files, options, device, reason, collectives)
     else:
         reason = f"--engine {options.engine}"
         engine, what = _load_openvino(files, options)
@@ -44,6 +45,8 @@ def obstacle_to_openvino(options: WorkerOptions, device: str) -> str | None:
     """Why the OpenVINO engine cannot be had, if so."""
     if device != "cpu":
         return f"it computes on CPUs, and the device is {device}"
+    if options.tensor_parallel > 1:
+        return f"it holds whole models, and --tensor-parallel is {options.tensor_parallel}"
     if options.dtype not in ("auto", "float32"):
         return f"it computes in float32, which --dtype {options.dtype} does not allow"
     if options.kv_dtype == "fp8":
@@ -111,7 +114,7 @@ def has_4_bit_weights(files: ModelFiles) -> bool:
 
 
 def _load_torch(
-    files: ModelFiles, options: WorkerOptions, device: str, reason: str
+    files: ModelFiles, options: WorkerOptions, device: str, reason: str, collectives: Collectives
 ) -> tuple[Engine, str]:
     from octavo.dataplane.engines.torch_engine import TorchEngine
 
@@ -127,8 +130,16 @@ def _load_torch(
     if not kv_fp8 and options.kv_dtype not in ("auto", dtype):
         raise EngineError(f"--kv-dtype {options.kv_dtype} {wants} ({reason})")
     torch.set_num_threads(options.threads or available_cpus())
-    engine = TorchEngine(files, device, dtype, choose_kernels(options.kernels, device), kv_fp8)
-    return engine, f"torch engine: {dtype} on {device}, KV cache {'fp8' if kv_fp8 else dtype}"
+    kernels = choose_kernels(options.kernels, device)
+    if device != "cpu":
+        torch.cuda.set_device(device)  # kernels are launched on the current one
+    engine = TorchEngine(files, device, dtype, kernels, kv_fp8, collectives)
+    what = f"torch engine: {dtype} on {device}, KV cache {'fp8' if kv_fp8 else dtype}"
+    shard = collectives.shard
+    if shard.size > 1:
+        graphs = "" if device == "cpu" else ", no decode graphs"
+        what += f", rank {shard.rank} of {shard.size}{graphs}"
+    return engine, what
 
 
 def available_cpus() -> int:
@@ -138,13 +149,17 @@ def available_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def choose_device(wanted: str) -> str:
-    """``cpu`` or ``cuda:0``. Raises EngineError when the wanted one is not there."""
+def choose_device(wanted: str, rank: int = 0) -> str:
+    """``cpu`` or ``cuda:N``, for the ranks of a gang on one machine each another.
+
+    Raises:
+        EngineError: the wanted one is not there.
+    """
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
         raise EngineError("--device cuda: torch finds no GPU here; use --device cpu")
-    return "cuda:0" if wanted == "cuda" else wanted
+    return f"cuda:{rank % torch.cuda.device_count()}" if wanted == "cuda" else wanted
 
 
 def choose_kernels(name: str, device: str) -> Kernels:

@@ -17,6 +17,7 @@ from octavo.dataplane.loading.weights import open_weights
 from octavo.dataplane.memory import require_memory
 from octavo.dataplane.models.layers import ForwardState, Linear
 from octavo.dataplane.models.registry import family_of
+from octavo.dataplane.models.shard import ALONE, Collectives
 from octavo.kernels.rows import AttentionRows, KvScales
 from octavo.kernels.table import Kernels, kernels_for
 
@@ -47,16 +48,21 @@ class TorchEngine:
         dtype: str,
         kernels: Kernels | None = None,
         kv_fp8: bool = False,
+        collectives: Collectives = ALONE,
     ) -> None:
         """Loads the weights; without `kernels` the device's own are taken. Raises ModelError.
 
         Args:
             kv_fp8: whether the KV cache is float8 (e4m3) in place of `dtype`.
+            collectives: of the gang; they say which part of the model this rank has.
         """
         self._device, self._dtype = torch.device(device), DTYPES[dtype]
         self._kernels = kernels or kernels_for(self._device.type)
         define = family_of(files)
-        self._model = define(files, open_weights(files, self._dtype), self._kernels).to(self._device)
+        weights = open_weights(files, self._dtype)
+        self._model = define(files, weights, self._kernels, collectives).to(self._device)
+        self._num_kv_heads = len(self._model.split.kv_heads)
+        self._weight_bytes = self._model.weight_bytes()
         for module in self._model.modules():
             if isinstance(module, Linear):
                 module.prepare()
@@ -68,7 +74,7 @@ class TorchEngine:
 
     def _unscaled(self) -> KvScales:
         """Factors of 1: keys and values are far within the +-448 that float8 holds."""
-        ones = torch.ones(self._model.config.num_kv_heads, device=self._device)
+        ones = torch.ones(self._num_kv_heads, device=self._device)
         return KvScales(ones, ones)
 
     @property
@@ -88,9 +94,10 @@ class TorchEngine:
             preferred_block_size=PREFERRED_BLOCK_SIZE,
             token_bytes=2
             * config.num_layers
-            * config.num_kv_heads
+            * self._num_kv_heads
             * config.head_dim
             * self._kv_dtype.itemsize,
+            weight_bytes=self._weight_bytes,
         )
 
     def make_pools(self, num_blocks: int, block_size: int, num_cpu_blocks: int) -> None:
@@ -111,7 +118,7 @@ class TorchEngine:
 
     def _make(self, num_blocks: int, block_size: int) -> Pools:
         config = self._model.config
-        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        shape = (num_blocks, self._num_kv_heads, block_size, config.head_dim)
         # Not zeroed: the system commits memory as blocks are first written. What is there before is
         # never part of a result, since attention masks what it loads.
         empty = partial(torch.empty, shape, dtype=self._kv_dtype, device=self._device)
@@ -127,9 +134,11 @@ class TorchEngine:
             self.logits(self.forward(batch))
         for pairs in range(1, min(10, len(self._pools.keys[0])), 8):  # few and many copies
             self.copy_blocks(np.array([[0, 1 + n] for n in range(pairs)], dtype=np.int32).ravel())
-        self._graphs = DecodeGraphs(self._compute, self._device, block_size, num_slots)
+        if self._model.split.collectives.shard.size == 1:  # collectives are not captured
+            self._graphs = DecodeGraphs(self._compute, self._device, block_size, num_slots)
         self.synchronize()
-        log.info("warmed up and captured decode steps in %.1f s", time.perf_counter() - begin)
+        what = "warmed up" if self._graphs is None else "warmed up and captured decode steps"
+        log.info("%s in %.1f s", what, time.perf_counter() - begin)
 
     def drop_graphs(self) -> None:
         """From now on every forward is launched kernel by kernel."""

@@ -14,7 +14,7 @@ from octavo.common.gguf_file import GgufError, GgufTensor
 from octavo.common.modelfiles import ModelError, ModelFiles, gguf_reader
 from octavo.dataplane.loading.gguf_blocks import KEPT, OF_4_BITS, Bytes
 from octavo.dataplane.loading.grouped import Floats, GroupedMatrix
-from octavo.dataplane.loading.weights import check_shape
+from octavo.dataplane.loading.weights import WHOLE, Part, Ranges, check_shape
 
 # Architectures whose files hold the rows of Q and K in the order of an interleaved rotary embedding.
 _INTERLEAVED = {"llama"}
@@ -33,23 +33,54 @@ class GgufWeights:
         self._file = gguf_reader(files.path)
         self._names = _name_map(files)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
         stored = self._find(name, shape)
-        values = self._dequantize(stored).reshape(shape)
+        values = self._values(stored, part)
         heads = self._interleaved_heads(name)
         if heads is not None:
-            values = values[_by_halves(shape[0], heads)]
+            values = values[_by_halves(len(values), heads * len(values) // shape[0])]
         return torch.tensor(values, dtype=self._dtype)
 
-    def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor | GroupedMatrix:
+    def take_matrix(
+        self, name: str, shape: tuple[int, int], part: Part = WHOLE
+    ) -> Tensor | GroupedMatrix:
         stored = self._find(name, shape)
         parse = KEPT.get(stored.kind)
         if not self._keep_integers or parse is None:
-            return self.take(name, shape)
-        _, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(stored.kind)]
-        matrix = parse(self._raw(stored).reshape(shape[0], -1, block_bytes))
+            return self.take(name, shape, part)
+        rows, columns = part.within(shape)
+        together, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(stored.kind)]
+        if not _aligned(columns, together):
+            return self.take(name, shape, part)
+        blocks = self._raw(stored).reshape(shape[0], -1, block_bytes)
+        own = columns and tuple(range(c.start // together, c.stop // together) for c in columns)
+        matrix = parse(_cut(_cut(blocks, rows, axis=0), own, axis=1))
         heads = self._interleaved_heads(name)
-        return matrix if heads is None else matrix.rows(_by_halves(shape[0], heads))
+        if heads is None:
+            return matrix
+        count = matrix.shape[0]
+        return matrix.rows(_by_halves(count, heads * count // shape[0]))
+
+    def _values(self, stored: GgufTensor, part: Part) -> Floats:
+        """A part of a tensor, of which no more is dequantised than its rows and the blocks of values
+        in which its columns lie."""
+        raw, kind = self._raw(stored), GGMLQuantizationType(stored.kind)
+        if len(stored.shape) != 2:
+            rows = part.within(stored.shape)[0]
+            return _cut(self._dequantize(stored, raw).reshape(stored.shape), rows, axis=0)
+        rows, columns = part.within(stored.shape)
+        raw = _cut(raw, rows, axis=0)
+        if columns is None:
+            return self._dequantize(stored, raw)
+        together, size = GGML_QUANT_SIZES[kind]
+        parts = []
+        for wanted in columns:
+            first = wanted.start // together
+            blocks = raw[:, first * size : -(-wanted.stop // together) * size]
+            values = self._dequantize(stored, np.ascontiguousarray(blocks))
+            begin = wanted.start - first * together
+            parts.append(values[:, begin : begin + len(wanted)])
+        return _joined(parts, axis=1)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         own_name = self._own_name(name)
@@ -83,8 +114,8 @@ class GgufWeights:
             raise ModelError(f"{self._path}: {error}") from error
         return np.frombuffer(data, np.uint8).reshape(rows)
 
-    def _dequantize(self, stored: GgufTensor) -> Floats:
-        raw, kind = self._raw(stored), GGMLQuantizationType(stored.kind)
+    def _dequantize(self, stored: GgufTensor, raw: Bytes) -> Floats:
+        kind = GGMLQuantizationType(stored.kind)
         try:
             values: Floats = dequantize(raw, kind)
         except NotImplementedError as error:
@@ -117,6 +148,23 @@ def _name_map(files: ModelFiles) -> Any:
         if name == family:
             return gguf.get_tensor_name_map(architecture, files.config["num_hidden_layers"])
     raise ModelError(f"{files.path}: the architecture {family} is not known")
+
+
+def _aligned(columns: Ranges | None, together: int) -> bool:
+    """Whether these are whole blocks of so many values."""
+    return all(c.start % together == 0 and c.stop % together == 0 for c in columns or ())
+
+
+def _cut(values: npt.NDArray[Any], ranges: Ranges | None, axis: int) -> npt.NDArray[Any]:
+    """These ranges along an axis; None: everything. A single one is a view."""
+    if ranges is None:
+        return values
+    before = (slice(None),) * axis
+    return _joined([values[(*before, slice(r.start, r.stop))] for r in ranges], axis)
+
+
+def _joined(parts: list[npt.NDArray[Any]], axis: int) -> npt.NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axis)
 
 
 def _by_halves(rows: int, heads: int) -> npt.NDArray[np.int64]:

@@ -29,6 +29,12 @@ class GroupedMatrix:
         rows, groups = self.scales.shape
         return rows, groups * GROUP
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that it holds."""
+        zeros = 0 if self.zeros is None else self.zeros.nbytes
+        return self.integers.nbytes + self.scales.nbytes + zeros
+
     def rows(self, order: npt.NDArray[np.int64]) -> "GroupedMatrix":
         """The rows in another order."""
         zeros = None if self.zeros is None else self.zeros[order]

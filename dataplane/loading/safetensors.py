@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.common.modelfiles import ModelError, ModelFiles
-from octavo.dataplane.loading.weights import check_shape
+from octavo.dataplane.loading.weights import WHOLE, Part, Ranges, check_shape
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -23,22 +23,23 @@ class SafetensorsWeights:
         self._open: dict[Path, Any] = {}
         self._file_of = self._indexed() or self._listed()
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
         path = self._file_of.get(name)
         if path is None:
             raise ModelError(f"{self._folder}: no safetensors file has the tensor {name}")
         place = f"{path}: tensor {name}"
         try:
-            stored: Tensor = self._reader(path).get_tensor(name)
+            reader = self._reader(path)
+            check_shape(place, tuple(reader.get_slice(name).get_shape()), shape)
+            stored = _read(reader, name, part.within(shape))
         except SafetensorError as error:
             raise ModelError(f"{place} is missing: {error}") from error
         if stored.dtype not in _DTYPES:
             raise ModelError(f"{place} is {stored.dtype}: only float32, float16 and bfloat16 are read")
-        check_shape(place, tuple(stored.shape), shape)
         return stored.to(self._dtype)
 
-    def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor:
-        return self.take(name, shape)
+    def take_matrix(self, name: str, shape: tuple[int, int], part: Part = WHOLE) -> Tensor:
+        return self.take(name, shape, part)
 
     def _indexed(self) -> dict[str, Path]:
         path = self._folder / _INDEX
@@ -66,3 +67,28 @@ class SafetensorsWeights:
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
         return self._open[path]
+
+
+def _read(reader: Any, name: str, needed: list[Ranges | None]) -> Tensor:
+    """A tensor, or its ranges along each dimension."""
+    if not any(needed):
+        whole: Tensor = reader.get_tensor(name)
+        return whole
+    stored = reader.get_slice(name)
+    rows, *columns = [ranges or (slice(None),) for ranges in needed]
+
+    def along_a_row(row: range | slice) -> Tensor:
+        if not columns:
+            return _slice_of(stored, row)
+        return _joined([_slice_of(stored, row, column) for column in columns[0]], dim=1)
+
+    return _joined([along_a_row(row) for row in rows], dim=0)
+
+
+def _slice_of(stored: Any, *bounds: range | slice) -> Tensor:
+    part: Tensor = stored[tuple(slice(side.start, side.stop) for side in bounds)]
+    return part
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

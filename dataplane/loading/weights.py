@@ -1,5 +1,6 @@
 """Where a model definition gets its tensors from."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -8,18 +9,57 @@ from torch import Tensor
 from octavo.common.modelfiles import ModelError, ModelFiles
 from octavo.dataplane.loading.grouped import GROUP, GroupedMatrix, round_to_int8
 
+Ranges = tuple[range, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows and columns of a tensor to read; None: all. Nothing else is read, nor kept."""
+
+    rows: Ranges | None = None
+    columns: Ranges | None = None
+
+    def within(self, shape: tuple[int, ...]) -> list[Ranges | None]:
+        """What to read along each dimension, neighbouring ranges as one; None: all of it."""
+        sides = [self.rows, self.columns][: len(shape)]
+        return [_needed(side, size) for side, size in zip(sides, shape, strict=False)]
+
+    def turned(self) -> "Part":
+        """The same of the transposed tensor."""
+        return Part(rows=self.columns, columns=self.rows)
+
+
+def _needed(ranges: Ranges | None, size: int) -> Ranges | None:
+    if ranges is None:
+        return None
+    merged: list[range] = []
+    for part in ranges:
+        if merged and merged[-1].stop == part.start:
+            merged[-1] = range(merged[-1].start, part.stop)
+        else:
+            merged.append(part)
+    return None if merged == [range(size)] else tuple(merged)
+
+
+WHOLE = Part()
+
 
 class Weights(Protocol):
     """The tensors of a model, under the names that Hugging Face gives them."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor in the compute dtype.
+    def take(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
+        """One tensor in the compute dtype, or a part of it.
+
+        Args:
+            shape: of the whole tensor.
 
         Raises:
             ModelError: it is missing or has another shape or type; names the file and the tensor.
         """
 
-    def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor | GroupedMatrix:
+    def take_matrix(
+        self, name: str, shape: tuple[int, int], part: Part = WHOLE
+    ) -> Tensor | GroupedMatrix:
         """The weight of a matrix product or an embedding, as `take` gives it or in small integers."""
 
 
@@ -53,12 +93,14 @@ class RoundedWeights:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._weights.take(name, shape)
+    def take(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
+        return self._weights.take(name, shape, part)
 
-    def take_matrix(self, name: str, shape: tuple[int, int]) -> Tensor | GroupedMatrix:
-        values = self._weights.take(name, shape)
-        if shape[1] % GROUP:
+    def take_matrix(
+        self, name: str, shape: tuple[int, int], part: Part = WHOLE
+    ) -> Tensor | GroupedMatrix:
+        values = self._weights.take(name, shape, part)
+        if values.shape[1] % GROUP:
             return values
         return round_to_int8(values.float().numpy())
 

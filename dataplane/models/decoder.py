@@ -8,19 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from octavo.common.modelfiles import ModelFiles
-from octavo.dataplane.loading.weights import Weights
+from octavo.dataplane.loading.weights import Part, Ranges, Weights
 from octavo.dataplane.models.config import DecoderConfig
 from octavo.dataplane.models.layers import (
-    Embedding,
     ForwardState,
     GatedMlp,
     HeadNorms,
     Linear,
     RmsNorm,
     RotaryAttention,
+    RowParallel,
+    VocabularyEmbedding,
+    VocabularyHead,
 )
 from octavo.dataplane.models.model import Model
 from octavo.dataplane.models.rope import rope_table
+from octavo.dataplane.models.shard import Collectives, Split
 from octavo.kernels.reference.rotary import inverse_frequencies, rotary_table
 from octavo.kernels.rows import AttentionForm
 from octavo.kernels.table import Kernels
@@ -29,18 +32,20 @@ from octavo.kernels.table import Kernels
 class DecoderAttention(nn.Module):
     """Projections and rotary embedding around paged attention."""
 
-    def __init__(self, config: DecoderConfig, layer: int, weights: Weights, kernels: Kernels) -> None:
+    def __init__(
+        self, config: DecoderConfig, layer: int, weights: Weights, kernels: Kernels, split: Split
+    ) -> None:
         super().__init__()
         name, size = f"model.layers.{layer}.self_attn", config.hidden_size
         self._head_dim = config.head_dim
-        self.qkv = _qkv(config, name, weights, kernels)
-        out_size = config.num_heads * self._head_dim
-        out = [f"{name}.o_proj"]
-        self.out = Linear.take(weights, out, out_size, [size], config.out_bias, kernels)
+        self.qkv = _qkv(config, name, weights, kernels, split)
+        out, shape = f"{name}.o_proj", (size, config.num_heads * self._head_dim)
+        own, bias = split.attended, config.out_bias
+        self.out = RowParallel.take(weights, out, shape, own, bias, split, kernels)
         self.attend = _attend(config, layer, kernels)
         self.head_norms: HeadNorms | None = None
         if config.head_norms:
-            sizes, epsilon = (self._head_dim, config.num_kv_heads), config.norm_epsilon
+            sizes, epsilon = (self._head_dim, len(split.kv_heads)), config.norm_epsilon
             self.head_norms = HeadNorms(weights, name, *sizes, epsilon, kernels, config.norm_offset)
 
     def forward(self, hidden: Tensor, state: ForwardState) -> Tensor:
@@ -58,17 +63,22 @@ def _attend(config: DecoderConfig, layer: int, kernels: Kernels) -> RotaryAttent
     return RotaryAttention(layer, scale, kernels, AttentionForm(window=window), table)
 
 
-def _qkv(config: DecoderConfig, name: str, weights: Weights, kernels: Kernels) -> Linear:
+def _qkv(config: DecoderConfig, name: str, weights: Weights, kernels: Kernels, split: Split) -> Linear:
     heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+    own = [split.heads, split.kv_heads, split.kv_heads]
     sizes = [count * config.head_dim for count in heads]
     names = [f"{name}.{part}_proj" for part in "qkv"]
+    rows: list[Ranges] = [(split.rows_of(part),) for part in own]
     if config.fused:
+        firsts = [0, sizes[0], sizes[0] + sizes[1]]
+        rows = [tuple(split.rows_of(part, first) for part, first in zip(own, firsts, strict=True))]
         names, sizes = [f"{name}.qkv_proj"], [sum(sizes)]
     order = None
     if config.rotary_dim != config.head_dim:
-        order = turning_rows(config.head_dim, config.rotary_dim, sum(heads[:2]), heads[2])
+        turning = len(split.heads) + len(split.kv_heads)
+        order = turning_rows(config.head_dim, config.rotary_dim, turning, len(split.kv_heads))
     bias = config.qkv_bias
-    return Linear.take(weights, names, config.hidden_size, sizes, bias, kernels, order)
+    return Linear.take(weights, names, config.hidden_size, sizes, bias, kernels, order, rows)
 
 
 def turning_rows(head_dim: int, rotary_dim: int, num_turning: int, num_other: int) -> Tensor:
@@ -94,14 +104,16 @@ def turning_rows(head_dim: int, rotary_dim: int, num_turning: int, num_other: in
 class DecoderLayer(nn.Module):
     """Attention, then the MLP, each normalised before and added to what came in."""
 
-    def __init__(self, config: DecoderConfig, layer: int, weights: Weights, kernels: Kernels) -> None:
+    def __init__(
+        self, config: DecoderConfig, layer: int, weights: Weights, kernels: Kernels, split: Split
+    ) -> None:
         super().__init__()
         name, size, epsilon = f"model.layers.{layer}", config.hidden_size, config.norm_epsilon
         self.attention_norm = RmsNorm(weights, f"{name}.input_layernorm", size, epsilon, kernels)
-        self.attention = DecoderAttention(config, layer, weights, kernels)
+        self.attention = DecoderAttention(config, layer, weights, kernels, split)
         self.mlp_norm = RmsNorm(weights, f"{name}.post_attention_layernorm", size, epsilon, kernels)
         inner, bias, fused = config.inner_size, config.mlp_bias, config.fused
-        self.mlp = GatedMlp(weights, f"{name}.mlp", size, inner, bias, kernels, fused)
+        self.mlp = GatedMlp(weights, f"{name}.mlp", size, inner, bias, kernels, split, fused)
 
     def forward(self, hidden: Tensor, state: ForwardState) -> Tensor:
         attended = self.attention(self.attention_norm(hidden), state)
@@ -110,7 +122,7 @@ class DecoderLayer(nn.Module):
         return added
 
 
-MakeLayer = Callable[[DecoderConfig, int, Weights, Kernels], nn.Module]
+MakeLayer = Callable[[DecoderConfig, int, Weights, Kernels, Split], nn.Module]
 
 
 class Decoder(Model):
@@ -124,22 +136,24 @@ class Decoder(Model):
         config: DecoderConfig,
         weights: Weights,
         kernels: Kernels,
+        collectives: Collectives,
         make_layer: MakeLayer = DecoderLayer,
     ) -> None:
         super().__init__()
-        size, vocab_size = config.hidden_size, config.vocab_size
         self.config = config
-        # First, so that a scaling that is not known is refused before weights are read.
+        # First, so that what is not supported is refused before weights are read.
+        self.split = split = Split.of(config, collectives)
         self.register_buffer("rotations", _rotations(files, config), persistent=False)
-        embedding = weights.take_matrix("model.embed_tokens.weight", (vocab_size, size))
-        self.embedding = Embedding(embedding)
+        shape, own = (config.vocab_size, config.hidden_size), Part(rows=(split.tokens,))
+        embedding = weights.take_matrix("model.embed_tokens.weight", shape, own)
+        self.embedding = VocabularyEmbedding(embedding, split)
         self.layers = nn.ModuleList(
-            make_layer(config, layer, weights, kernels) for layer in range(config.num_layers)
+            make_layer(config, layer, weights, kernels, split) for layer in range(config.num_layers)
         )
         epsilon, offset = config.norm_epsilon, config.norm_offset
-        self.norm = RmsNorm(weights, "model.norm", size, epsilon, kernels, offset)
-        head = embedding if config.tied else weights.take_matrix("lm_head.weight", (vocab_size, size))
-        self.head = Linear([head], [], kernels)
+        self.norm = RmsNorm(weights, "model.norm", config.hidden_size, epsilon, kernels, offset)
+        head = embedding if config.tied else weights.take_matrix("lm_head.weight", shape, own)
+        self.head = VocabularyHead(head, split, kernels)
 
     def forward(self, token_ids: Tensor, state: ForwardState, logit_tokens: Tensor) -> Tensor:
         hidden = self.embedding(token_ids)

@@ -20,6 +20,7 @@ from octavo.dataplane.models.config import (
 )
 from octavo.dataplane.models.decoder import Decoder, DecoderAttention
 from octavo.dataplane.models.layers import ForwardState, GatedMlp, RmsNorm
+from octavo.dataplane.models.shard import Collectives, Split
 from octavo.kernels.table import Kernels
 
 _LOCAL_THETA, _GLOBAL_THETA = 10_000.0, 1_000_000.0
@@ -27,7 +28,7 @@ _LAYERS_OF_27B = 62
 _PATTERN = 6  # every how many layers one sees everything
 
 
-def gemma3(files: ModelFiles, weights: Weights, kernels: Kernels) -> Decoder:
+def gemma3(files: ModelFiles, weights: Weights, kernels: Kernels, collectives: Collectives) -> Decoder:
     """Raises ModelError for what is missing or not supported."""
     files = _completed(files)
     _refuse_variants(files)
@@ -44,13 +45,15 @@ def gemma3(files: ModelFiles, weights: Weights, kernels: Kernels) -> Decoder:
         logit_cap=float(cap) if cap else None,
         norm_offset=0.0 if files.format == "gguf" else 1.0,  # GGUF's converter has added it
     )
-    return Decoder(files, made, weights, kernels, Gemma3Layer)
+    return Decoder(files, made, weights, kernels, collectives, Gemma3Layer)
 
 
 class Gemma3Layer(nn.Module):
     """Attention, then the MLP, each normalised before and after and added to what came in."""
 
-    def __init__(self, config: DecoderConfig, layer: int, weights: Weights, kernels: Kernels) -> None:
+    def __init__(
+        self, config: DecoderConfig, layer: int, weights: Weights, kernels: Kernels, split: Split
+    ) -> None:
         super().__init__()
         name, size = f"model.layers.{layer}", config.hidden_size
 
@@ -60,9 +63,9 @@ class Gemma3Layer(nn.Module):
 
         self.before_attention, self.after_attention = norm("input"), norm("post_attention")
         self.before_mlp, self.after_mlp = norm("pre_feedforward"), norm("post_feedforward")
-        self.attention = DecoderAttention(config, layer, weights, kernels)
+        self.attention = DecoderAttention(config, layer, weights, kernels, split)
         inner = config.inner_size
-        self.mlp = GatedMlp(weights, f"{name}.mlp", size, inner, False, kernels, gelu=True)
+        self.mlp = GatedMlp(weights, f"{name}.mlp", size, inner, False, kernels, split, gelu=True)
 
     def forward(self, hidden: Tensor, state: ForwardState) -> Tensor:
         attended = self.after_attention(self.attention(self.before_attention(hidden), state))

@@ -1,9 +1,11 @@
 """The GPT-2 family: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019."""
 
+from torch import Tensor
+
 from octavo.common.modelfiles import ModelError, ModelFiles
-from octavo.dataplane.loading.weights import Weights
+from octavo.dataplane.loading.weights import Part, Ranges, Weights
 from octavo.dataplane.models.config import optional, positive
-from octavo.dataplane.models.layers import Linear
+from octavo.dataplane.models.layers import Linear, RowParallel
 from octavo.dataplane.models.learned import (
     LayerNorm,
     LayerParts,
@@ -11,6 +13,7 @@ from octavo.dataplane.models.learned import (
     LearnedDecoder,
     LearnedLayer,
 )
+from octavo.dataplane.models.shard import Collectives, Split
 from octavo.kernels.table import Kernels
 
 # What the family's configurations may set, and the one value of each that is supported here.
@@ -22,18 +25,22 @@ _SUPPORTED = {
 }
 
 
-def gpt2(files: ModelFiles, weights: Weights, kernels: Kernels) -> LearnedDecoder:
+def gpt2(
+    files: ModelFiles, weights: Weights, kernels: Kernels, collectives: Collectives
+) -> LearnedDecoder:
     """Raises ModelError for what is missing or not supported."""
     config = _read(files)
+    split = Split.of(config, collectives)
     size, name = config.hidden_size, _prefix(weights, config.hidden_size)
-    embedding = weights.take_matrix(f"{name}wte.weight", (config.vocab_size, size))
+    shape, own = (config.vocab_size, size), Part(rows=(split.tokens,))
+    embedding = weights.take_matrix(f"{name}wte.weight", shape, own)
     positions = weights.take(f"{name}wpe.weight", (config.max_positions, size))
     layers = [
-        LearnedLayer(config, n, _parts(f"{name}h.{n}", config, weights, kernels), kernels)
+        LearnedLayer(config, n, _parts(f"{name}h.{n}", config, weights, kernels, split), kernels, split)
         for n in range(config.num_layers)
     ]
     norm = LayerNorm(weights, f"{name}ln_f", size, config.norm_epsilon)
-    return LearnedDecoder(config, embedding, positions, layers, norm, kernels)
+    return LearnedDecoder(config, embedding, positions, layers, norm, kernels, split)
 
 
 def _read(files: ModelFiles) -> LearnedConfig:
@@ -64,19 +71,31 @@ def _prefix(weights: Weights, size: int) -> str:
     return "transformer."
 
 
-def _parts(name: str, config: LearnedConfig, weights: Weights, kernels: Kernels) -> LayerParts:
+def _parts(
+    name: str, config: LearnedConfig, weights: Weights, kernels: Kernels, split: Split
+) -> LayerParts:
     size, inner, epsilon = config.hidden_size, config.inner_size, config.norm_epsilon
+    attended = split.attended
+    thirds = tuple(split.rows_of(split.heads, part * size) for part in range(3))
 
-    def linear(part: str, in_size: int, out_size: int) -> Linear:
+    def taken(part: str, in_size: int, out_size: int, own: Part) -> Tensor:
         # The files have these matrices the other way round, so no packing of their rows applies.
-        weight = weights.take(f"{name}.{part}.weight", (in_size, out_size)).T
-        return Linear([weight], [weights.take(f"{name}.{part}.bias", (out_size,))], kernels)
+        return weights.take(f"{name}.{part}.weight", (in_size, out_size), own.turned()).T
+
+    def into(part: str, out_size: int, own: Ranges) -> Linear:
+        rows = Part(rows=own)
+        bias = weights.take(f"{name}.{part}.bias", (out_size,), rows)
+        return Linear([taken(part, size, out_size, rows)], [bias], kernels)
+
+    def out_of(part: str, in_size: int, own: range) -> RowParallel:
+        weight = taken(part, in_size, size, Part(columns=(own,)))
+        return RowParallel(weight, weights.take(f"{name}.{part}.bias", (size,)), split, kernels)
 
     return LayerParts(
         attention_norm=LayerNorm(weights, f"{name}.ln_1", size, epsilon),
-        qkv=linear("attn.c_attn", size, 3 * size),
-        out=linear("attn.c_proj", size, size),
+        qkv=into("attn.c_attn", 3 * size, thirds),
+        out=out_of("attn.c_proj", size, attended),
         mlp_norm=LayerNorm(weights, f"{name}.ln_2", size, epsilon),
-        up=linear("mlp.c_fc", size, inner),
-        down=linear("mlp.c_proj", inner, size),
+        up=into("mlp.c_fc", inner, (split.inner,)),
+        down=out_of("mlp.c_proj", inner, split.inner),
     )

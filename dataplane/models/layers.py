@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo.dataplane.loading.grouped import GroupedMatrix, join
-from octavo.dataplane.loading.weights import Weights
+from octavo.dataplane.loading.weights import Part, Ranges, Weights
+from octavo.dataplane.models.shard import Split
 from octavo.kernels.rows import PLAIN, AttentionForm, KvScales
 from octavo.kernels.table import Kernels
 
@@ -62,15 +63,19 @@ class Linear(nn.Module):
         bias: bool,
         kernels: Kernels,
         order: Tensor | None = None,
+        rows: list[Ranges] | None = None,
     ) -> "Linear":
         """The layers of these names. Raises ModelError.
 
         Args:
-            order: of all rows, in place of the one in which the files have them.
+            out_sizes: as the files have them.
+            rows: those of each layer that this rank has.
+            order: of all rows that it has, in place of the one in which the files have them.
         """
-        pairs = list(zip(names, out_sizes, strict=True))
-        parts = [weights.take_matrix(f"{name}.weight", (size, in_size)) for name, size in pairs]
-        biases = [weights.take(f"{name}.bias", (size,)) for name, size in pairs] if bias else []
+        cuts = [Part()] * len(names) if rows is None else [Part(rows=ranges) for ranges in rows]
+        layers = list(zip(names, out_sizes, cuts, strict=True))
+        parts = [weights.take_matrix(f"{name}.weight", (n, in_size), cut) for name, n, cut in layers]
+        biases = [weights.take(f"{name}.bias", (n,), cut) for name, n, cut in layers] if bias else []
         if order is None:
             return cls(parts, biases, kernels)
         return cls([_rows(_joined(parts), order)], [torch.cat(biases)[order]] if bias else [], kernels)
@@ -82,6 +87,81 @@ class Linear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self._kernels.linear(hidden, self._prepared, self.bias)
+
+
+class RowParallel(nn.Module):
+    """A matrix product of which each rank has some columns; their sum is the whole."""
+
+    def __init__(self, weight: Matrix, bias: Tensor | None, split: Split, kernels: Kernels) -> None:
+        """
+        Args:
+            bias: of the whole; one rank alone adds it.
+        """
+        super().__init__()
+        own = [] if bias is None or split.collectives.shard.rank else [bias]
+        self.part = Linear([weight], own, kernels)
+        self._collectives = split.collectives
+
+    @classmethod
+    def take(
+        cls,
+        weights: Weights,
+        name: str,
+        shape: tuple[int, int],
+        columns: range,
+        bias: bool,
+        split: Split,
+        kernels: Kernels,
+    ) -> "RowParallel":
+        """The layer of that name. Raises ModelError.
+
+        Args:
+            shape: rows and columns as the files have them.
+            columns: those that this rank has.
+        """
+        weight = weights.take_matrix(f"{name}.weight", shape, Part(columns=(columns,)))
+        taken = weights.take(f"{name}.bias", shape[:1]) if bias else None
+        return cls(weight, taken, split, kernels)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._collectives.all_reduce(self.part(hidden))
+
+
+class VocabularyEmbedding(nn.Module):
+    """The vector of each token, each from the rank that has it."""
+
+    def __init__(self, weight: Matrix, split: Split) -> None:
+        """
+        Args:
+            weight: this rank's tokens, ``[len(split.tokens), hidden_size]``.
+        """
+        super().__init__()
+        self.own = Embedding(weight)
+        self._tokens, self._collectives = split.tokens, split.collectives
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """``[num_tokens, hidden_size]``."""
+        if self._collectives.shard.size == 1:
+            vectors: Tensor = self.own(token_ids)
+            return vectors
+        places = token_ids - self._tokens.start
+        others = (places < 0) | (places >= len(self._tokens))
+        part = self.own(places.masked_fill(others, 0)).masked_fill(others[:, None], 0.0)
+        return self._collectives.all_reduce(part)
+
+
+class VocabularyHead(nn.Module):
+    """The logits of all tokens, each from the rank that has it."""
+
+    def __init__(self, weight: Matrix, split: Split, kernels: Kernels) -> None:
+        super().__init__()
+        self.own = Linear([weight], [], kernels)
+        self._sizes = [len(tokens) for tokens in split.vocabulary]
+        self._collectives = split.collectives
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[n, vocab_size]``."""
+        return self._collectives.all_gather(self.own(hidden), self._sizes)
 
 
 class RmsNorm(nn.Module):
@@ -188,21 +268,27 @@ class GatedMlp(nn.Module):
         inner: int,
         bias: bool,
         kernels: Kernels,
+        split: Split,
         fused: bool = False,
         gelu: bool = False,
     ) -> None:
         """
         Args:
+            inner: size of the whole, of which this rank computes a part.
             fused: whether the files have gate and up as one matrix, ``gate_up_proj``.
             gelu: whether the activation is GELU in place of silu.
         """
         super().__init__()
-        names = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
-        sizes = [2 * inner] if fused else [inner, inner]
+        names, sizes, own = ["gate_proj", "up_proj"], [inner, inner], split.inner
+        rows: list[Ranges] = [(own,), (own,)]
+        if fused:
+            names, sizes = ["gate_up_proj"], [2 * inner]
+            rows = [(own, range(inner + own.start, inner + own.stop))]
         gate_up = [f"{name}.{part}" for part in names]
-        self.gate_up = Linear.take(weights, gate_up, hidden, sizes, bias, kernels)
-        self.down = Linear.take(weights, [f"{name}.down_proj"], inner, [hidden], bias, kernels)
-        self._activate = partial(_gelu_mul, inner) if gelu else kernels.silu_mul
+        self.gate_up = Linear.take(weights, gate_up, hidden, sizes, bias, kernels, rows=rows)
+        down, shape = f"{name}.down_proj", (hidden, inner)
+        self.down = RowParallel.take(weights, down, shape, own, bias, split, kernels)
+        self._activate = partial(_gelu_mul, len(own)) if gelu else kernels.silu_mul
 
     def forward(self, hidden: Tensor) -> Tensor:
         down: Tensor = self.down(self._activate(self.gate_up(hidden)))

@@ -10,8 +10,17 @@ from torch.nn import functional as F
 
 from octavo.common.modelfiles import ModelError, ModelFiles
 from octavo.dataplane.loading.weights import Weights
-from octavo.dataplane.models.layers import Embedding, ForwardState, Linear, Matrix
+from octavo.dataplane.models.layers import (
+    Embedding,
+    ForwardState,
+    Linear,
+    Matrix,
+    RowParallel,
+    VocabularyEmbedding,
+    VocabularyHead,
+)
 from octavo.dataplane.models.model import Model
+from octavo.dataplane.models.shard import Split
 from octavo.kernels.table import Kernels
 
 Activation = Callable[[Tensor], Tensor]
@@ -96,21 +105,23 @@ class LayerParts:
 
     attention_norm: LayerNorm
     qkv: Linear
-    out: Linear
+    out: RowParallel
     mlp_norm: LayerNorm
     up: Linear
-    down: Linear
+    down: RowParallel
 
 
 class LearnedLayer(nn.Module):
     """Attention, then the MLP, each normalised before and added to what came in."""
 
-    def __init__(self, config: LearnedConfig, layer: int, parts: LayerParts, kernels: Kernels) -> None:
+    def __init__(
+        self, config: LearnedConfig, layer: int, parts: LayerParts, kernels: Kernels, split: Split
+    ) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = parts.attention_norm, parts.mlp_norm
         self.qkv, self.out = parts.qkv, parts.out
         self.up, self.down = parts.up, parts.down
-        self.attend = PlainAttention(layer, config.num_heads, config.head_dim, kernels)
+        self.attend = PlainAttention(layer, len(split.heads), config.head_dim, kernels)
         self._activate = ACTIVATIONS[config.activation]
 
     def forward(self, hidden: Tensor, state: ForwardState) -> Tensor:
@@ -131,16 +142,18 @@ class LearnedDecoder(Model):
         layers: list[LearnedLayer],
         norm: LayerNorm,
         kernels: Kernels,
+        split: Split,
     ) -> None:
         """
         Args:
+            embedding: of this rank's tokens.
             positions: what is added at each position, ``[max_positions, hidden_size]``.
         """
         super().__init__()
-        self.config = config
-        self.embedding, self.positions = Embedding(embedding), Embedding(positions)
+        self.config, self.split = config, split
+        self.embedding, self.positions = VocabularyEmbedding(embedding, split), Embedding(positions)
         self.layers, self.norm = nn.ModuleList(layers), norm
-        self.head = Linear([embedding], [], kernels)
+        self.head = VocabularyHead(embedding, split, kernels)
         self.register_buffer("rotations", torch.zeros(0, 0, config.head_dim), persistent=False)
 
     def forward(self, token_ids: Tensor, state: ForwardState, logit_tokens: Tensor) -> Tensor:

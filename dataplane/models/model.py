@@ -4,7 +4,9 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from octavo.dataplane.loading.grouped import GroupedMatrix
 from octavo.dataplane.models.layers import ForwardState
+from octavo.dataplane.models.shard import Split
 
 
 class ModelConfig(Protocol):
@@ -25,9 +27,10 @@ class ModelConfig(Protocol):
 
 
 class Model(nn.Module):
-    """From token ids to logits."""
+    """From token ids to logits, with the part of the weights that one rank has."""
 
-    config: ModelConfig
+    config: ModelConfig  # of the whole
+    split: Split
     rotations: Tensor  # [num_tables, max_positions, head_dim]; no table where nothing is rotated
 
     def forward(self, token_ids: Tensor, state: ForwardState, logit_tokens: Tensor) -> Tensor:
@@ -37,3 +40,10 @@ class Model(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """``[n, vocab_size]`` in float32."""
         raise NotImplementedError
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they were read; call it before layers lay them out anew."""
+        tensors = {tensor.data_ptr(): tensor.nbytes for tensor in self.parameters()}
+        held = (getattr(module, "weight", None) for module in self.modules())
+        matrices = {id(matrix): matrix.nbytes for matrix in held if isinstance(matrix, GroupedMatrix)}
+        return sum(tensors.values()) + sum(matrices.values())

@@ -1,9 +1,9 @@
 """The OPT family: Zhang et al., "OPT: Open Pre-trained Transformer Language Models", 2022."""
 
 from octavo.common.modelfiles import ModelError, ModelFiles
-from octavo.dataplane.loading.weights import Weights
+from octavo.dataplane.loading.weights import Part, Ranges, Weights
 from octavo.dataplane.models.config import positive
-from octavo.dataplane.models.layers import Linear
+from octavo.dataplane.models.layers import Linear, RowParallel
 from octavo.dataplane.models.learned import (
     LayerNorm,
     LayerParts,
@@ -11,6 +11,7 @@ from octavo.dataplane.models.learned import (
     LearnedDecoder,
     LearnedLayer,
 )
+from octavo.dataplane.models.shard import Collectives, Split
 from octavo.kernels.table import Kernels
 
 _EPSILON = 1e-5
@@ -25,19 +26,25 @@ _SUPPORTED = {
 }
 
 
-def opt(files: ModelFiles, weights: Weights, kernels: Kernels) -> LearnedDecoder:
+def opt(
+    files: ModelFiles, weights: Weights, kernels: Kernels, collectives: Collectives
+) -> LearnedDecoder:
     """Raises ModelError for what is missing or not supported."""
     config = _read(files)
+    split = Split.of(config, collectives)
     size, name = config.hidden_size, "model.decoder"
-    embedding = weights.take_matrix(f"{name}.embed_tokens.weight", (config.vocab_size, size))
+    shape, own = (config.vocab_size, size), Part(rows=(split.tokens,))
+    embedding = weights.take_matrix(f"{name}.embed_tokens.weight", shape, own)
     stored = config.max_positions + _FIRST_POSITION
     positions = weights.take(f"{name}.embed_positions.weight", (stored, size))[_FIRST_POSITION:]
     layers = [
-        LearnedLayer(config, n, _parts(f"{name}.layers.{n}", config, weights, kernels), kernels)
+        LearnedLayer(
+            config, n, _parts(f"{name}.layers.{n}", config, weights, kernels, split), kernels, split
+        )
         for n in range(config.num_layers)
     ]
     norm = LayerNorm(weights, f"{name}.final_layer_norm", size, _EPSILON)
-    return LearnedDecoder(config, embedding, positions, layers, norm, kernels)
+    return LearnedDecoder(config, embedding, positions, layers, norm, kernels, split)
 
 
 def _read(files: ModelFiles) -> LearnedConfig:
@@ -61,17 +68,24 @@ def _read(files: ModelFiles) -> LearnedConfig:
     return config
 
 
-def _parts(name: str, config: LearnedConfig, weights: Weights, kernels: Kernels) -> LayerParts:
+def _parts(
+    name: str, config: LearnedConfig, weights: Weights, kernels: Kernels, split: Split
+) -> LayerParts:
     size, inner, attention = config.hidden_size, config.inner_size, f"{name}.self_attn"
 
-    def linear(names: list[str], in_size: int, out_size: int) -> Linear:
-        return Linear.take(weights, names, in_size, [out_size] * len(names), True, kernels)
+    def into(names: list[str], out_size: int, own: range) -> Linear:
+        rows: list[Ranges] = [(own,)] * len(names)
+        sizes = [out_size] * len(names)
+        return Linear.take(weights, names, size, sizes, True, kernels, rows=rows)
+
+    def out_of(part: str, in_size: int, own: range) -> RowParallel:
+        return RowParallel.take(weights, part, (size, in_size), own, True, split, kernels)
 
     return LayerParts(
         attention_norm=LayerNorm(weights, f"{name}.self_attn_layer_norm", size, _EPSILON),
-        qkv=linear([f"{attention}.{part}_proj" for part in "qkv"], size, size),
-        out=linear([f"{attention}.out_proj"], size, size),
+        qkv=into([f"{attention}.{part}_proj" for part in "qkv"], size, split.attended),
+        out=out_of(f"{attention}.out_proj", size, split.attended),
         mlp_norm=LayerNorm(weights, f"{name}.final_layer_norm", size, _EPSILON),
-        up=linear([f"{name}.fc1"], size, inner),
-        down=linear([f"{name}.fc2"], inner, size),
+        up=into([f"{name}.fc1"], inner, split.inner),
+        down=out_of(f"{name}.fc2", inner, split.inner),
     )

@@ -6,15 +6,16 @@ from octavo.dataplane.loading.weights import Weights
 from octavo.dataplane.models.config import DecoderConfig, optional, positive
 from octavo.dataplane.models.decoder import Decoder
 from octavo.dataplane.models.rope import RopeSettings
+from octavo.dataplane.models.shard import Collectives
 from octavo.kernels.table import Kernels
 
 
-def phi3(files: ModelFiles, weights: Weights, kernels: Kernels) -> Decoder:
+def phi3(files: ModelFiles, weights: Weights, kernels: Kernels, collectives: Collectives) -> Decoder:
     """Raises ModelError for what is missing or not supported."""
     windows = (optional(files, "sliding_window"),) * positive(files, "num_hidden_layers")
     rotary_dim = _rotary_dim(files)
     config = DecoderConfig.read(files, fused=True, windows=windows, rotary_dim=rotary_dim)
-    return Decoder(files, config, weights, kernels)
+    return Decoder(files, config, weights, kernels, collectives)
 
 
 def _rotary_dim(files: ModelFiles) -> int:

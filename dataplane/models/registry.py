@@ -13,9 +13,12 @@ from octavo.dataplane.models.opt import opt
 from octavo.dataplane.models.phi3 import phi3
 from octavo.dataplane.models.qwen2 import qwen2
 from octavo.dataplane.models.qwen3 import qwen3
+from octavo.dataplane.models.shard import Collectives
 from octavo.kernels.table import Kernels
 
-_FAMILIES: dict[str, Callable[[ModelFiles, Weights, Kernels], Model]] = {
+Define = Callable[[ModelFiles, Weights, Kernels, Collectives], Model]
+
+_FAMILIES: dict[str, Define] = {
     "gemma3": gemma3,  # as GGUF files call it
     "gemma3_text": gemma3,
     "gpt2": gpt2,
@@ -28,7 +31,7 @@ _FAMILIES: dict[str, Callable[[ModelFiles, Weights, Kernels], Model]] = {
 }
 
 
-def family_of(files: ModelFiles) -> Callable[[ModelFiles, Weights, Kernels], Model]:
+def family_of(files: ModelFiles) -> Define:
     """The definition of a model's family. Raises ModelError when there is none."""
     family = files.config["model_type"]
     if family not in _FAMILIES:

@@ -13,11 +13,14 @@ from typing import Any, TypeVar
 
 import zmq
 
+from octavo.proto.plan import Fault, Plan, Result
 from octavo.proto.session import (
     BeatAnswer,
+    Join,
     Ready,
     Register,
     Reset,
+    Seat,
     WorkerBeat,
     WorkerBye,
     control_identity,
@@ -28,7 +31,6 @@ from octavo.proto.wire import Message, unpack
 M = TypeVar("M", bound=Message)
 
 PATIENCE = 60.0  # seconds; far above what anything here takes
-_ALWAYS: tuple[type[Message], ...] = (WorkerBeat, Register, WorkerBye)
 _RUN = """
 import json, sys
 from octavo.dataplane.options import WorkerOptions
@@ -92,6 +94,8 @@ class WorkerProcess:
 class ControlPlaneSide:
     """A ROUTER that answers as a test tells it to."""
 
+    _always: tuple[type[Message], ...] = (WorkerBeat, Join, Register, WorkerBye)
+
     def __init__(self, port: int | None = None, incarnation: int = 1) -> None:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -112,26 +116,34 @@ class ControlPlaneSide:
             if not self._router.poll(1000):
                 continue
             identity, frame = self._router.recv_multipart()
-            message: Message = unpack(frame, *kinds, *_ALWAYS)
-            if isinstance(message, Register):
-                self.worker = message.incarnation
-                assert identity == control_identity(self.worker)
+            message: Message = unpack(frame, *kinds, *self._always)
+            self._note(identity, message)
             if isinstance(message, kinds):
                 return message
             if isinstance(message, WorkerBeat):
-                self.answer_beat(known=message.incarnation == self.worker)
+                self.answer_beat(known=self.knows(message.incarnation), worker=message.incarnation)
         raise AssertionError(f"no {[k.KIND for k in kinds]} came")
 
-    def answer_beat(self, known: bool) -> None:
-        self.control(BeatAnswer(controlplane=self.incarnation, known=known))
+    def _note(self, identity: bytes, message: Message) -> None:
+        if isinstance(message, Register):
+            self.worker = message.incarnation
+            assert identity == control_identity(self.worker)
 
-    def control(self, message: Message) -> None:
-        """Sends on the worker's control socket."""
-        self._router.send_multipart([control_identity(self.worker), message.pack()])
+    def knows(self, incarnation: int) -> bool:
+        return incarnation == self.worker
 
-    def data(self, *frames: bytes) -> None:
-        """Sends on the worker's data socket."""
-        self._router.send_multipart([data_identity(self.worker), *frames])
+    def answer_beat(self, known: bool, worker: int | None = None) -> None:
+        self.control(BeatAnswer(controlplane=self.incarnation, known=known), worker)
+
+    def control(self, message: Message, worker: int | None = None) -> None:
+        """Sends on a worker's control socket."""
+        identity = control_identity(self.worker if worker is None else worker)
+        self._router.send_multipart([identity, message.pack()])
+
+    def data(self, *frames: bytes, worker: int | None = None) -> None:
+        """Sends on a worker's data socket."""
+        identity = data_identity(self.worker if worker is None else worker)
+        self._router.send_multipart([identity, *frames])
 
     def reset(self, epoch: int, **changes: Any) -> Ready:
         """Sends a reset and takes the acknowledgement."""
@@ -139,6 +151,74 @@ class ControlPlaneSide:
         ready = self.receive(Ready)
         assert (ready.incarnation, ready.epoch) == (self.worker, epoch)
         return ready
+
+
+class GangSide(ControlPlaneSide):
+    """The same for the ranks of one gang. Gives seats in the order in which workers ask."""
+
+    _always = (*ControlPlaneSide._always, Ready, Result, Fault)  # of epochs that are over, too
+
+    def __init__(self, size: int, port: int | None = None, incarnation: int = 1) -> None:
+        super().__init__(port, incarnation)
+        self.size = size
+        self.seats: dict[int, int] = {}  # rank -> incarnation
+        self.registers: dict[int, Register] = {}  # by rank
+
+    def _note(self, identity: bytes, message: Message) -> None:
+        if isinstance(message, Join):
+            self._seat(message)
+        elif isinstance(message, Register) and self.knows(message.incarnation):
+            assert message.rank is not None
+            self.registers[message.rank] = message
+
+    def _seat(self, join: Join) -> None:
+        held = {incarnation: rank for rank, incarnation in self.seats.items()}
+        free = [rank for rank in range(self.size) if rank not in self.seats]
+        rank = held.get(join.incarnation, free[0] if join.rank is None else join.rank)
+        self.seats[rank] = join.incarnation
+        self.control(Seat(controlplane=self.incarnation, gang=0, rank=rank), join.incarnation)
+
+    def knows(self, incarnation: int) -> bool:
+        return incarnation in self.seats.values()
+
+    def forget(self, rank: int) -> None:
+        """Its worker is lost: the seat is free."""
+        del self.seats[rank], self.registers[rank]
+
+    def gather(self) -> None:
+        """Until every rank has loaded."""
+        while len(self.registers) < self.size:
+            self.receive(Register)
+
+    def reset_ranks(self, epoch: int, ranks: list[int] | None = None, **changes: Any) -> None:
+        """Sends a reset to these ranks, by default all."""
+        rendezvous = self.registers[0].rendezvous
+        for rank in range(self.size) if ranks is None else ranks:
+            own = {"rank": rank, "gang_size": self.size, "rendezvous": rendezvous}
+            message = reset_message(self.incarnation, epoch, **(own | changes))
+            self.control(message, self.seats[rank])
+
+    def await_ready(self, epoch: int) -> None:
+        """Until every rank has acknowledged the epoch."""
+        ready: set[int] = set()
+        while ready != set(self.seats.values()):
+            message = self.receive(Ready)
+            if message.epoch == epoch:
+                ready.add(message.incarnation)
+
+    def send_plan(self, plan: Plan) -> None:
+        for incarnation in self.seats.values():
+            self.data(plan.pack(), worker=incarnation)
+
+    def run(self, plan: Plan) -> list[Result]:
+        """The results of all ranks, by rank."""
+        self.send_plan(plan)
+        results: dict[int, Result] = {}
+        while len(results) < self.size:
+            result = self.receive(Result)
+            if (result.epoch, result.number) == (plan.epoch, plan.number):
+                results[result.rank] = result
+        return [results[rank] for rank in range(self.size)]
 
 
 def reset_message(controlplane: int, epoch: int, **changes: Any) -> Reset:

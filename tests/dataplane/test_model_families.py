@@ -28,6 +28,7 @@ from octavo.dataplane.models import registry
 from octavo.dataplane.models.decoder import turning_rows
 from octavo.dataplane.models.registry import family_of
 from octavo.dataplane.models.rope import rope_table
+from octavo.dataplane.models.shard import ALONE
 from octavo.dataplane.options import WorkerOptions
 from octavo.kernels.reference.rotary import inverse_frequencies, rotary_table
 from octavo.kernels.table import CPU
@@ -444,5 +445,5 @@ def test_variants_that_are_not_known_are_refused(
     files = case(name)[1]
     files = replace(files, config=files.config | changes)
     with pytest.raises(ModelError, match=message) as caught:
-        family_of(files)(files, open_weights(files, torch.float32), CPU)
+        family_of(files)(files, open_weights(files, torch.float32), CPU, ALONE)
     assert str(files.path) in str(caught.value)

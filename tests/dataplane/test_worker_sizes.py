@@ -13,7 +13,7 @@ from octavo.dataplane.memory import available_memory, room_in_cgroups
 from octavo.dataplane.options import WorkerOptions
 from octavo.dataplane.plan_loop import check_reset
 from octavo.dataplane.process import pool_room
-from octavo.proto.session import ModelInfo, Reset
+from octavo.proto.session import ModelInfo, Register, Reset
 from octavo.proto.wire import ProtocolError
 
 GIB = 1 << 30
@@ -91,7 +91,8 @@ def test_resets_that_make_no_sense_are_refused(field: str, value: int) -> None:
         max_model_len=64,
         num_blocks=8,
     )
-    check_reset(reset, MODEL)
+    register = Register(incarnation=1, device="cpu", engine="torch", model=MODEL)
+    check_reset(reset, register)
     setattr(reset, field, value)
     with pytest.raises(ProtocolError, match=rf"reset\.{field}"):
-        check_reset(reset, MODEL)
+        check_reset(reset, register)

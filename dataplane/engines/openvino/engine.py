@@ -23,6 +23,7 @@ from octavo.dataplane.loading.weights import open_weights
 from octavo.dataplane.memory import require_memory
 from octavo.dataplane.models.layers import Linear
 from octavo.dataplane.models.registry import family_of
+from octavo.dataplane.models.shard import ALONE
 
 
 class OpenVinoEngine:
@@ -48,7 +49,8 @@ class OpenVinoEngine:
             UnusableError: this version of OpenVINO cannot.
         """
         require_usable()
-        model = family_of(files)(files, open_weights(files, torch.float32, packing), GRAPH)
+        model = family_of(files)(files, open_weights(files, torch.float32, packing), GRAPH, ALONE)
+        self._weight_bytes = model.weight_bytes()
         for module in model.modules():
             if isinstance(module, Linear):
                 module.prepare()
@@ -80,6 +82,7 @@ class OpenVinoEngine:
             block_sizes=(BLOCK_SIZE,),
             preferred_block_size=BLOCK_SIZE,
             token_bytes=-(-block_bytes // BLOCK_SIZE),
+            weight_bytes=self._weight_bytes,
         )
 
     def make_pools(self, num_blocks: int, block_size: int, num_cpu_blocks: int) -> None:

@@ -1,0 +1,1 @@
+"""Tensor parallelism: the ranks of a gang find one another and compute together."""
