@@ -170,3 +170,23 @@ def test_all_stop_in_order(service: Containers) -> None:
     service.save_logs("service")
     service.compose("down")
     assert not any(service.ids(name) for name in ("keygen", *SERVICES))
+
+
+def test_a_gang_of_three_containers(cases: list[Case]) -> None:
+    """Tensor parallelism by environment; a rank that dies takes its seat again."""
+    service = Containers(*free_ports(2), tensor_parallel=3)
+    service.up(workers=3)
+    try:
+        service.wait_until_ready(workers=3)
+        with Load(service.target, cases) as load:
+            victim = service.ids("worker")[1]
+            service.kill_host_process(victim)
+            wait_for(lambda: service.restarts(victim) > 0, "it has been started again", 60)
+            service.wait_until_ready(workers=3)
+            load.wait_for_tokens(TOKENS)
+        with Client(service.target) as client:
+            (gang,) = client.server_info().gangs
+        assert gang.size == 3
+    finally:
+        service.save_logs("gang")
+        service.compose("down", "--volumes")
