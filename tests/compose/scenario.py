@@ -4,20 +4,25 @@ The tests run in their order, on one service. What a stream must be is computed 
 on this machine that nobody disturbs.
 """
 
+import ssl
 import stat
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from certificates import certificate
 from containers import Containers, run
 from load import Load
 from parts import Parts
+from pods import Pods
 from ports import free_ports
 from service import wait_for
 from undisturbed import MARGIN, Case, least_margins, run_undisturbed
 
-from octavo.frontend.client import Client
+from octavo.common.curve import write_keys
+from octavo.frontend.client import Client, ClientError
 
 SERVICES = ("controlplane", "worker", "gateway")
 TOKENS = 150  # that the streams get, together, before the next thing happens to them
@@ -190,3 +195,35 @@ def test_a_gang_of_three_containers(cases: list[Case]) -> None:
     finally:
         service.save_logs("gang")
         service.compose("down", "--volumes")
+
+
+def test_the_pods_of_the_manifests_serve(tmp_path: Path, cases: list[Case]) -> None:
+    """With the secrets that the manifests name: TLS, an API key, and of the CURVE keys their share."""
+    write_keys(tmp_path / "keys")
+    tls = {name: Path(str(path)).read_bytes() for name, path in certificate(tmp_path).items()}
+    secrets = {
+        "octavo-keys": {path.name: path.read_bytes() for path in (tmp_path / "keys").iterdir()},
+        "octavo-api-keys": {"api-keys": b"key-of-a-client\n"},
+        "octavo-tls": {"tls.crt": tls["tls_cert"], "tls.key": tls["tls_key"]},
+    }
+    trusted, (grpc, http) = tmp_path / "cert.pem", free_ports(2)
+    with Pods(tmp_path, secrets, {"grpc": grpc, "http": http}) as pods:
+        wait_for(lambda: is_ready(http, trusted), "the gateway is ready", 180)
+        target, case = f"127.0.0.1:{grpc}", cases[0]
+        with Client(target, "key-of-a-client", trusted) as client:
+            deltas = list(client.generate(case.prompt, **case.sampling))
+        assert tuple(token for delta in deltas for token in delta.token_ids) == case.tokens
+        with Client(target, "another", trusted) as client, pytest.raises(ClientError) as refused:
+            client.model_info()
+        assert refused.value.code == "UNAUTHENTICATED"
+        assert set(pods.stop().values()) == {0}
+
+
+def is_ready(port: int, trusted: Path) -> bool:
+    try:
+        url = f"https://127.0.0.1:{port}/ready"
+        context = ssl.create_default_context(cafile=str(trusted))
+        with urllib.request.urlopen(url, timeout=5, context=context) as answer:
+            return int(answer.status) == 200
+    except OSError:  # refused, or 503
+        return False
