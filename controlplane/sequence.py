@@ -109,6 +109,11 @@ class SequenceGroup:
         _ = group.sampling.packed  # made now, while the gang computes, and not when a plan is made
         return group
 
+    def dissolve(self) -> None:
+        """Nobody needs the ended group any more: its memory is free now, not at the next collection of
+        what refers to itself."""
+        self.sequences.clear()
+
     def start_search(self, beams: Beams) -> None:
         """Makes the samples the beams of one search."""
         self.search = BeamSearch(beams, len(self.sequences), self.max_tokens, self.stops)

@@ -11,6 +11,7 @@ import zmq
 
 from octavo.common.curve import server_keys
 from octavo.common.logs import LimitedLog
+from octavo.common.memory import Trimmer
 from octavo.controlplane.counters import Counters
 from octavo.controlplane.gang import Gang, Sent
 from octavo.controlplane.gangs import Gangs
@@ -67,6 +68,7 @@ class ControlPlane:
         self.refused = {"worker": 0, "gateway": 0}
         self._limited = LimitedLog(log)
         self._pumped_at = time.perf_counter()
+        self._trimmer = Trimmer()
         self._context = zmq.Context()
         self.peers = Peers(self._context, server_keys(options.curve_keys))
         self.metrics = Metrics(self.info, self.counters, self.refused, self.peers.refused)
@@ -369,9 +371,10 @@ class ControlPlane:
         self._pump()
         schedulers = self.gangs.schedulers
         self.metrics.look_at(schedulers, self.reception.waiting)
-        for scheduler in schedulers:
-            if scheduler.is_idle:
-                scheduler.check()
+        idle = [scheduler for scheduler in schedulers if scheduler.is_idle]
+        for scheduler in idle:
+            scheduler.check()
+        self._trimmer.look(len(idle) == len(schedulers) and not self.reception.waiting)
 
     def _refuse_frame(self, socket: str, error: ProtocolError) -> None:
         self.refused[socket] += 1

@@ -19,6 +19,7 @@ import zmq.asyncio
 from octavo.common.curve import ClientKeys
 from octavo.common.dialing import Dialer
 from octavo.common.logs import LimitedLog
+from octavo.common.memory import Trimmer
 from octavo.frontend.errors import RequestError
 from octavo.frontend.inbox import deliver
 from octavo.frontend.live import LiveRequest
@@ -88,6 +89,7 @@ class Link:
         self._lost = False  # what it knows of our requests may be less than what we sent
         self._unanswered = 0  # beats and hellos since the last sign of life
         self._infos = Queries[Info]()
+        self._trimmer = Trimmer()
         self.prefixes = Prefixes(self.incarnation, self._send, lambda: self._joined)
         self._context = zmq.asyncio.Context()
         self._socket = self._make_socket(max_live)
@@ -205,6 +207,7 @@ class Link:
     async def _beat(self) -> None:
         while True:
             self._judge_silence()
+            self._trimmer.look(is_idle=not self._live)
             self._dialer.redial()
             if self._joined:
                 self._submit_unsent()

@@ -12,7 +12,7 @@ from gguf_types import KINDS, READ, stored
 from octavo.common.modelfiles import ModelError, open_model
 from octavo.dataplane.loading.gguf_blocks import KEPT
 from octavo.dataplane.loading.grouped import GROUP, GroupedMatrix
-from octavo.dataplane.loading.weights import open_weights
+from octavo.dataplane.loading.weights import Part, open_weights
 
 SHAPE = (6, 512)
 # Root mean square of what is lost, of values of the standard normal distribution. (Ternary types are
@@ -84,6 +84,20 @@ def test_plain_values(path: Path, wanted: dict[str, np.ndarray], kind: KINDS) ->
     if kind in LOSSES:
         loss = np.sqrt(np.mean((taken - values_of(kind)) ** 2))
         assert LOSSES[kind] / 4 <= loss <= LOSSES[kind]
+
+
+@pytest.mark.parametrize("packing", ["none", "exact4"])
+@pytest.mark.parametrize("kind", READ, ids=lambda kind: kind.name)
+def test_parts(path: Path, wanted: dict[str, np.ndarray], kind: KINDS, packing: str) -> None:
+    """Rows, and columns in whole blocks and across them, as the ranks of a gang read them."""
+    weights = open_weights(open_model(str(path)), torch.float32, packing)
+    values = wanted[own_name_of(kind)]
+    for begin, end in ((256, 512), (0, 256), (100, 300)):
+        part = Part(rows=(range(1), range(2, 5)), columns=(range(begin, end),))
+        taken = weights.take_matrix(name_of(kind), SHAPE, part)
+        found = taken.values() if isinstance(taken, GroupedMatrix) else taken.numpy()
+        own = np.concatenate((values[:1], values[2:5]))[:, begin:end]
+        np.testing.assert_allclose(found, own, rtol=0, atol=2e-7 * np.abs(values).max())
 
 
 @pytest.mark.parametrize("kind", READ, ids=lambda kind: kind.name)

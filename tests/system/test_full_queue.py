@@ -19,6 +19,7 @@ pytestmark = pytest.mark.system
 TIMEOUT = 3  # seconds without a heartbeat
 AT_ONCE = 16  # calls, where each is answered soon
 PATIENCE = 300.0  # seconds
+GIVEN_BACK = 7.0  # seconds until an idle process has given back what it freed
 PROMPT = [1, 4093, 198, 2683, 359]
 
 
@@ -70,6 +71,12 @@ async def until(condition: Any, what: str) -> None:
     await asyncio.to_thread(wait_for, condition, what)
 
 
+async def stand_still(parts: Parts) -> None:
+    """Stops the worker where it is; health must tell."""
+    parts.pause("worker")
+    await until(lambda: parts.probe()[0] == 503, "health tells of it")
+
+
 async def run(parts: Parts, load: Load) -> dict[str, dict[str, float]]:
     """Megabytes of each process at each stage."""
     sizes: dict[str, dict[str, float]] = {}
@@ -79,12 +86,15 @@ async def run(parts: Parts, load: Load) -> dict[str, dict[str, float]]:
 
     async with grpc.aio.insecure_channel(parts.targets()[0]) as channel:
         stub = pb_grpc.GenerationStub(channel)
-        # As many at once as will wait: what a queue costs the first time is not growth.
+        # What a long queue or a lost worker cost the first times is not growth.
         assert set(await asyncio.gather(*(ask(stub) for _ in range(load.queued)))) == {"OK"}
+        for _ in range(2):
+            await stand_still(parts)
+            parts.go_on("worker")
+            await until(parts.is_ready, "the worker serves again")
         assert set(await ask_many(stub, load.warm_up)) == {"OK"}
         weigh("warm")
-        parts.pause("worker")
-        await until(lambda: parts.probe()[0] == 503, "health tells of it")
+        await stand_still(parts)
         waiting = [asyncio.create_task(ask(stub)) for _ in range(load.queued)]
         name = 'octavo_sequence_groups{state="waiting"}'
         await until(lambda: parts.metrics()[name] == load.queued, "all wait")
@@ -96,6 +106,7 @@ async def run(parts: Parts, load: Load) -> dict[str, dict[str, float]]:
         parts.go_on("worker")
         assert set(await asyncio.gather(*waiting)) == {"OK"}
         await until(parts.is_idle, "every block is free")
+        await asyncio.sleep(GIVEN_BACK)
         weigh("served")
     return sizes
 
