@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import zmq
 
+from octavo.common.dialing import HANDSHAKE_MS
 from octavo.common.logs import LimitedLog
 from octavo.proto.wire import MAX_FRAME_BYTES
 
@@ -15,7 +16,6 @@ Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 HIGH_WATER_MARK = 10_000  # frames per peer and direction
-HANDSHAKE_MS = 10_000  # a connection that is not shaken hands on by then is closed
 _DRAIN_AT_ONCE = 1_000  # messages taken before other events get their turn
 
 

@@ -350,7 +350,7 @@ def _complain(error: ClientError, target: str) -> int:
     if error.is_unreachable:
         print(
             f"no Octavo service answers at {target}: start one with `octavo serve`, or name another "
-            "with --grpc-host and --grpc-port",
+            "with --grpc-host and --grpc-port (one that speaks TLS needs --tls-ca)",
             file=sys.stderr,
         )
     else:

@@ -33,7 +33,7 @@ class GatewayOptions:
     )
     max_unread_tokens: int = option(
         4096,
-        "tokens of a stream that may wait for a client that does not read; then the stream is ended",
+        "tokens of each sample that may wait for a client that does not read; then the stream is ended",
         minimum=1,
         maximum=1 << 24,
     )

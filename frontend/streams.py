@@ -109,8 +109,8 @@ class Stream:
 
     @property
     def unread(self) -> int:
-        """Tokens that have come and were not taken."""
-        return sum(sample.unread for sample in self._choices)
+        """Tokens of one sample that have come and were not taken, of the sample that has most."""
+        return max((sample.unread for sample in self._choices), default=0)
 
     def end_unread(self) -> None:
         """The client does not read: the request is cancelled, and what waits for it is dropped."""
@@ -216,7 +216,7 @@ class Batch:
     """The streams of one API call, read together. Leaving its context closes them all."""
 
     def __init__(self, streams: Sequence[Stream], max_unread: int) -> None:
-        """`max_unread`: tokens of a stream that may wait while the client does not read."""
+        """`max_unread`: tokens of a sample that may wait while the client does not read."""
         self.streams = streams
         self._max_unread = max_unread
         self._news = asyncio.Event()

@@ -145,6 +145,10 @@ class ControlPlaneSide:
         identity = data_identity(self.worker if worker is None else worker)
         self._router.send_multipart([identity, *frames])
 
+    def frames(self, identity: bytes, *frames: bytes) -> None:
+        """Sends what may be no message."""
+        self._router.send_multipart([identity, *frames])
+
     def reset(self, epoch: int, **changes: Any) -> Ready:
         """Sends a reset and takes the acknowledgement."""
         self.control(reset_message(self.incarnation, epoch, **changes))

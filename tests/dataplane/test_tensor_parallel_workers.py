@@ -122,6 +122,31 @@ def test_three_ranks_answer_as_one(gang: Gang, wanted: list[int]) -> None:
     gang.side.receive(WorkerBeat)
 
 
+@pytest.mark.parametrize(
+    ("size", "kv_heads", "shares"),
+    [
+        pytest.param(2, 4, 2, id="2-split"),
+        pytest.param(4, 4, 4, id="4-split", marks=pytest.mark.full),
+        pytest.param(4, 2, 2, id="4-replicated"),
+    ],
+)
+def test_gangs_of_two_and_four_answer_as_one(
+    tmp_path: Path, size: int, kv_heads: int, shares: int
+) -> None:
+    """`shares`: among how many ranks the KV cache is divided."""
+    model = tiny_llama(num_attention_heads=8, num_key_value_heads=kv_heads, hidden_size=64)
+    gang = Gang(tmp_path, save_tiny_llama(model, tmp_path / "model"), size)
+    try:
+        assert gang.generate(gang.form()) == hf_greedy(model, prompt_of(6), COUNT)
+        registers = list(gang.side.registers.values())
+    finally:
+        gang.close()
+    whole = 4 * sum(weight.numel() for weight in model.parameters())
+    print(f"{size} ranks: {[r.weight_bytes for r in registers]} of {whole} bytes of weights")
+    assert all(r.weight_bytes < 1.25 * whole / size for r in registers)  # norms are on every rank
+    assert {r.token_bytes for r in registers} == {2 * 2 * kv_heads * 8 * 4 // shares}
+
+
 def test_a_rank_that_is_killed_is_a_fault_of_the_others_until_the_gang_forms_again(
     gang: Gang, wanted: list[int]
 ) -> None:

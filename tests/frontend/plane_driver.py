@@ -41,6 +41,7 @@ class Driver:
         self.incarnation = incarnation
         self.socket = context.socket(zmq.ROUTER)
         self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.SNDHWM, 0)  # a full queue would drop messages without a word
         self.socket.bind(f"tcp://127.0.0.1:{port or '*'}")
         endpoint: Any = self.socket.get(zmq.LAST_ENDPOINT)
         self.address = str(endpoint.decode())

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import random
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from fuzzing import controlplane_messages_to_a_gateway, frames
 from gateway_scene import MODEL, NOT_SERVING, Process, Scene, play, read, running_gateway, text
 from plane_driver import WAIT
 
@@ -248,6 +251,30 @@ def test_a_long_call_survives_a_client_that_pings_every_second(
 async def _whole(stub: Any, request: pb.GenerateRequest) -> pb.GenerateReply:
     reply: pb.GenerateReply = await stub.GenerateUnary(request, timeout=WAIT)
     return reply
+
+
+@pytest.mark.parametrize("count", [2_000, pytest.param(200_000, marks=pytest.mark.full)])
+def test_frames_that_are_no_answer(gateway: Process, tokenizer: Tokenizer, count: int) -> None:
+    """Mutated frames on the gateway's socket, between the tokens of a stream."""
+    ids = tokenizer.encode(" one two three four five six seven eight nine ten")
+    rng = random.Random(count)
+
+    async def test(s: Scene) -> None:
+        await s.driver.welcome()
+        reading = asyncio.ensure_future(read(s.generate(max_tokens=len(ids))))
+        submit = await s.driver.expect(Submit)
+        real = controlplane_messages_to_a_gateway(s.driver.incarnation + 5000)
+        for offset, token in enumerate(ids):
+            await s.driver.tokens(submit, 0, offset, [token])
+            for parts in frames(rng, real, count // len(ids)):
+                await s.driver.send_frame(parts[0])
+        await s.driver.finish(submit, 0)
+        assert text(await reading) == tokenizer.decode(ids)
+        figures = (await s.http("/metrics"))[1]
+        refused = re.search(r"^octavo_refused_messages (\S+)$", figures, re.M)
+        assert refused is not None and float(refused[1]) > count / 3
+
+    play(gateway, test)
 
 
 # -- stopping ----------------------------------------------------------------------------------------

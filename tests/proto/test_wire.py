@@ -13,12 +13,15 @@ from octavo.proto import session as session_messages
 from octavo.proto.plan import Admit, Admits, DrawLogprobs, Plan, PromptLogprobs, Result, Sampling
 from octavo.proto.session import Failure, Finish, Finishes, Submit, Tokens
 from octavo.proto.wire import (
+    COUNT,
     MAX_FRAME_BYTES,
     VERSION,
     Message,
     ProtocolError,
+    bounded,
     float32s,
     int32s,
+    part,
     unpack,
 )
 
@@ -264,3 +267,26 @@ def _submit() -> Submit:
         max_tokens=4,
         sampling=Sampling(),
     )
+
+
+@part
+class Bounds(Message):
+    count: int = bounded(*COUNT)
+    share: float | None = bounded(0.0, 1.0, default=None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ([-1, None], "bounds.count"),
+        ([1 << 31, None], "bounds.count"),
+        ([1, 1.5], "bounds.share"),
+        ([1, float("nan")], "bounds.share"),
+        ([1, True], "bounds.share"),
+    ],
+)
+def test_numbers_out_of_their_bounds_are_refused(fields: list[object], problem: str) -> None:
+    frame = msgpack.packb(fields)
+    assert Bounds.from_bytes(msgpack.packb([(1 << 31) - 1, 1]), "bounds").share == 1.0
+    with pytest.raises(ProtocolError, match=problem):
+        Bounds.from_bytes(frame, "bounds")

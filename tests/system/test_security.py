@@ -8,7 +8,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import grpc
 import pytest
 from certificates import certificate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from service import PORTS, Service, free_ports, get, octavo, read_metrics, wait_for
+from parts import Parts
+from service import Service, get, octavo, wait_for
 from shared_files import golden
 
 from octavo.common.curve import PAIRS, KeysError, client_keys, server_keys, write_keys
@@ -83,13 +83,11 @@ def command(*arguments: object) -> list[str]:
 # -- CURVE between the planes ------------------------------------------------------------------------
 
 
-class Planes:
+class Planes(Parts):
     """Processes that are started one by one, with keys of their own."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.ports: dict[str, object] = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        super().__init__(folder)
         for name in ("ours", "theirs"):
             write_keys(folder / name)
         # The right key of the control plane with another key of one's own.
@@ -97,42 +95,28 @@ class Planes:
         public = (folder / "ours" / "controlplane.public").read_bytes()
         (folder / "mixed" / "controlplane.public").write_bytes(public)
 
-    def start(self, name: str, keys: str | None, **options: object) -> None:
-        names = {
-            "controlplane": ("gateway_port", "worker_port", "controlplane_probe_port"),
-            "worker": ("worker_port", "worker_probe_port"),
-            "gateway": ("gateway_port", "grpc_port", "http_port"),
-        }
-        chosen = {port: self.ports[port] for port in names[name]} | options
-        if keys is not None:
-            chosen["curve_keys"] = self.folder / keys
-        self.running[name] = octavo(name, chosen, self.folder / f"{name}.log")
-
-    def stop(self, name: str) -> None:
-        process = self.running.pop(name)
-        process.terminate()
-        try:
-            process.wait(20)
-        finally:
-            process.kill()
+    def launch(self, name: str, keys: str | None, **options: object) -> None:
+        folder = {} if keys is None else {"curve_keys": self.folder / keys}
+        self.options[name] = {**folder, **options}
+        self.start(name)
 
     def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text()
+        return (self.folder / name).read_text()
 
     def wait_for_log(self, name: str, text: str) -> None:
         wait_for(lambda: text in self.log(name), f"the {name} says {text!r}", 60)
 
     def refused(self) -> dict[str, float]:
-        metrics = read_metrics(int(str(self.ports["controlplane_probe_port"])))
-        return {k: v for k, v in metrics.items() if k.startswith("octavo_peers_refused_total")}
+        return {k: v for k, v in self.metrics().items() if k.startswith("octavo_peers_refused_total")}
 
 
 @pytest.fixture
 def planes(tmp_path: Path) -> Iterator[Planes]:
     planes = Planes(tmp_path)
-    with ExitStack() as stack:
-        stack.callback(lambda: [planes.stop(name) for name in list(planes.running)])
+    try:
         yield planes
+    finally:
+        planes.stop()
 
 
 @pytest.mark.parametrize(
@@ -159,43 +143,43 @@ def planes(tmp_path: Path) -> Iterator[Planes]:
 def test_a_gateway_with_the_wrong_keys_is_told_and_joins_once_they_fit(
     planes: Planes, ours: str | None, gateways: str | None, gateway_says: str, control_plane_says: str
 ) -> None:
-    planes.start("controlplane", ours)
-    planes.start("gateway", gateways)
+    planes.launch("controlplane", ours)
+    planes.launch("gateway", gateways)
     planes.wait_for_log("gateway", gateway_says)
     planes.wait_for_log("controlplane", control_plane_says)
     assert "joined control plane" not in planes.log("gateway")
     reason = "key" if gateways == "mixed" else "handshake"
     assert planes.refused()[f'octavo_peers_refused_total{{reason="{reason}",socket="gateway"}}'] >= 1
-    planes.stop("controlplane")
+    planes.kill("controlplane")
     if gateways == "mixed":  # the control plane learns the key instead
         for end in ("public", "secret"):
             source = planes.folder / "mixed" / f"gateway.{end}"
             (planes.folder / "ours" / f"gateway.{end}").write_bytes(source.read_bytes())
-    planes.start("controlplane", "ours" if gateways == "mixed" else gateways)
+    planes.launch("controlplane", "ours" if gateways == "mixed" else gateways)
     planes.wait_for_log("gateway", "joined control plane")
 
 
 def test_the_key_of_another_kind_of_process_is_refused(planes: Planes) -> None:
     """A gateway's key opens no worker's port: whoever holds it cannot pose as a worker."""
-    planes.start("controlplane", "ours")
+    planes.launch("controlplane", "ours")
     gateway_key = (planes.folder / "ours" / "gateway.secret").read_bytes()
     (planes.folder / "mixed" / "worker.secret").write_bytes(gateway_key)
-    planes.start("worker", "mixed")
+    planes.launch("worker", "mixed")
     planes.wait_for_log("worker", "refuses this worker's key")
     assert planes.refused()['octavo_peers_refused_total{reason="key",socket="worker"}'] >= 1
     assert "registered" not in planes.log("controlplane")
     # With the right key at the other end the same worker joins, on both of its connections.
-    planes.stop("controlplane")
+    planes.kill("controlplane")
     public = (planes.folder / "ours" / "gateway.public").read_bytes()
     (planes.folder / "ours" / "worker.public").write_bytes(public)
-    planes.start("controlplane", "ours")
+    planes.launch("controlplane", "ours")
     planes.wait_for_log("controlplane", "gang 0 is ready")
 
 
 def test_keys_that_are_not_there_end_the_process(planes: Planes) -> None:
     for name in ("controlplane", "worker", "gateway"):
-        planes.start(name, "nowhere")
-        assert planes.running[name].wait(60) == 1
+        planes.launch(name, "nowhere")
+        assert planes.processes[name].wait(60) == 1
         assert "octavo keygen" in planes.log(name)
         assert "Traceback" not in planes.log(name)
 
@@ -224,12 +208,12 @@ def test_other_machines_are_not_let_in_by_accident(
 
 
 def test_an_exposed_gateway_with_keys_is_warned_to_use_tls(planes: Planes) -> None:
-    planes.start("gateway", None, http_host="0.0.0.0", api_key_file=key_file(planes.folder))
+    planes.launch("gateway", None, http_host="0.0.0.0", api_key_file=key_file(planes.folder))
     planes.wait_for_log("gateway", "without TLS")
 
 
 def test_insecure_is_taken_at_its_word(planes: Planes) -> None:
-    planes.start("controlplane", None, controlplane_bind="0.0.0.0", insecure=True)
+    planes.launch("controlplane", None, controlplane_bind="0.0.0.0", insecure=True)
     planes.wait_for_log("controlplane", "listening on 0.0.0.0")
 
 
@@ -256,7 +240,7 @@ def http(url: str, **headers: str) -> tuple[int, dict[str, Any], Any]:
 
 def test_calls_without_a_valid_key_are_refused(planes: Planes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_API_KEYS", "from-environment, and-another")
-    planes.start("gateway", None, api_key_file=key_file(planes.folder))
+    planes.launch("gateway", None, api_key_file=key_file(planes.folder))
     base = f"http://127.0.0.1:{planes.ports['http_port']}"
     wait_for(lambda: get(f"{base}/health")[0] == 200, "the gateway is alive", 60)
     for wrong in ({}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": f"Basic {KEY}"}):

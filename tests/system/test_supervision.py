@@ -8,7 +8,7 @@ import grpc
 import psutil
 import pytest
 from asking import request, stream
-from service import Service, free_ports, get, read_metrics, wait_for
+from service import PORTS, Service, free_ports, get, octavo, read_metrics, wait_for
 from shared_files import golden
 
 from octavo.v1 import generation_pb2 as pb
@@ -33,10 +33,23 @@ def is_ready(service: Service) -> bool:
     return get(f"{service.http}/ready")[0] == 200
 
 
-@pytest.mark.parametrize(
-    "victim", ["controlplane", pytest.param("worker", marks=pytest.mark.full), "gateway"]
-)
-def test_what_crashes_is_started_again_later_each_time(shared: Service, victim: str) -> None:
+def test_a_crash_is_answered_with_longer_and_longer_pauses(tmp_path: Path) -> None:
+    """Also before anything is ready: a signal is no refusal of the options."""
+    service = Service(tmp_path / "log", dict(zip(PORTS, free_ports(len(PORTS)), strict=True)))
+    service.process = octavo("serve", service.options, service.log)
+    try:
+        for count, pause in enumerate(("0.5", "1", "2"), start=1):
+            wait_for(lambda: bool(children(service, "controlplane")), "it runs", 20)
+            children(service, "controlplane")[0].kill()
+            wait_for(lambda n=count: len(restarts(service, "controlplane")) >= n, "it is noticed", 20)
+            assert restarts(service, "controlplane")[-1] == pause
+    finally:
+        assert service.stop() == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["controlplane", "worker", "gateway"])
+def test_what_crashes_comes_back_and_serves(shared: Service, victim: str) -> None:
     before = len(restarts(shared, victim))
     for count, pause in enumerate(("0.5", "1"), start=before + 1):
         children(shared, victim)[0].kill()

@@ -10,17 +10,21 @@ import msgpack
 from octavo.proto.plan import Fault, Result, Sampling
 from octavo.proto.session import (
     Cancel,
+    Failure,
     GatewayBeat,
     Hello,
+    Info,
     InfoQuery,
     Join,
     ModelInfo,
     Pin,
+    Pins,
     PinsQuery,
     Ready,
     Register,
     SampleState,
     Submit,
+    Tokens,
     Unpin,
     WorkerBeat,
     WorkerBye,
@@ -105,6 +109,25 @@ def worker_messages(incarnation: int) -> list[bytes]:
         Result(epoch=1, number=1, rank=0),
         Fault(epoch=1, number=1, rank=0, reason="fuzz"),
         WorkerBye(incarnation=incarnation),
+    )
+    return [message.pack() for message in messages]
+
+
+def controlplane_messages_to_a_gateway(controlplane: int) -> list[bytes]:
+    """What a control plane sends that is not the gateway's, so that nothing of it counts."""
+    one = int32s([1])
+    messages = (
+        Tokens(
+            controlplane=controlplane,
+            requests=one,
+            attempts=int32s([0]),
+            samples=int32s([0]),
+            offsets=int32s([0]),
+            tokens=one,
+        ),
+        Failure(controlplane=controlplane, request=1, attempt=0, code="INTERNAL", reason="fuzz"),
+        Info(query=99, controlplane=controlplane, ready=True, waiting=0, preempted=0, running=0),
+        Pins(query=99),
     )
     return [message.pack() for message in messages]
 
