@@ -47,8 +47,9 @@ RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=cache,target=/root
 RUN --mount=type=bind,from=package,source=/dist,target=/dist pip install --no-deps /dist/*.whl
 
 FROM environment AS worker-environment
-# Where PyTorch's wheels are: these compute on CPUs only. Empty takes the package index's, with CUDA.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# An index to take PyTorch from besides the package index, whose wheels have CUDA and are large: that of
+# PyTorch's own wheels for CPUs makes the image much smaller.
+ARG TORCH_INDEX=
 RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=cache,target=/root/.cache/pip \
     python requirements.py worker > requirements.txt \
     && pip install ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} --requirement requirements.txt \
