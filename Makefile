@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 FOLDERS := common controlplane dataplane frontend kernels proto
-# The editable install lists files when it is made, so it is made anew when files come or go.
-INSTALLED := .venv/installed-$(shell (cat pyproject.toml; find $(FOLDERS) -name '*.py' -o -name '*.pyi' -o -name '*.proto' | sort) | cksum | cut -d' ' -f1)
+# The editable install lists files when it is made, so it is made anew when files come or go, and when
+# what it compiles changes.
+INSTALLED := .venv/installed-$(shell (cat pyproject.toml kernels/cpu/csrc/*; find $(FOLDERS) -name '*.py' -o -name '*.pyi' -o -name '*.proto' | sort) | cksum | cut -d' ' -f1)
 DEPENDENCIES := .venv/dependencies-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 

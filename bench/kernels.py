@@ -24,8 +24,14 @@ from measure.kernel_cases import Case, Load, Sizes, cases
 from measure.machine import describe, write_json
 
 from octavo.common.modelfiles import ModelError, open_model
-from octavo.kernels.table import kernels_for, kernels_named
+from octavo.dataplane.engines.choice import available_cpus, set_compute_threads
+from octavo.kernels.table import CPU, REFERENCE, kernels_named
 
+_TABLES = {
+    "native": lambda: kernels_named("native", "cpu"),
+    "torch": lambda: CPU,
+    "reference": lambda: REFERENCE,
+}
 _LOOP_SECONDS = 0.01  # of one measurement at least, so that the clock's own cost is nothing
 
 
@@ -71,14 +77,14 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="demo", help="whose sizes (default: demo)")
-    parser.add_argument("--implementation", choices=("cpu", "reference"), default="cpu")
+    parser.add_argument("--implementation", choices=tuple(_TABLES), default="native")
     parser.add_argument("--only", metavar="OPERATION", action="append", help="default: all")
     parser.add_argument("--batches", type=integers, default=[1, 16, 64], metavar="1,16,64")
     parser.add_argument("--context", type=integer(1), default=256, help="tokens of a decode's sequence")
     parser.add_argument("--prefill", type=integer(2), default=512, help="tokens of a chunk")
     parser.add_argument("--block-size", type=integer(1), default=16, help="default: 16")
     parser.add_argument("--repeats", type=integer(1), default=15, help="of which the median counts")
-    parser.add_argument("--threads", type=integer(1), help="of torch (default: its own choice)")
+    parser.add_argument("--threads", type=integer(1), help="default: all CPUs")
     parser.add_argument("--seed", type=integer(0), default=1, help="of all values")
     parser.add_argument("--json", metavar="FILE", help="where to write all figures")
     return parser
@@ -86,8 +92,8 @@ def _parser() -> argparse.ArgumentParser:
 
 @torch.inference_mode()
 def _measure(sizes: Sizes, options: argparse.Namespace) -> list[Figure]:
-    chosen = options.implementation
-    kernels = kernels_for("cpu") if chosen == "cpu" else kernels_named(chosen, "cpu")
+    kernels = _TABLES[options.implementation]()
+    set_compute_threads(kernels, options.threads or available_cpus())
     load = Load(options.batches, options.context, options.prefill, options.block_size)
     figures = []
     for case in cases(kernels, sizes, load):

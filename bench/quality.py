@@ -92,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=OPTIONS",
         help="default: the weights and KV caches of the OpenVINO engine",
     )
-    parser.add_argument("--base", default="--engine torch --dtype float32", metavar="OPTIONS")
+    parser.add_argument(
+        "--base", default="--engine torch --dtype float32 --quantization none", metavar="OPTIONS"
+    )
     parser.add_argument("--text", type=Path, nargs="+", default=_TEXTS, metavar="FILE", help="UTF-8")
     parser.add_argument("--tokens", type=integer(2), default=2048, help="of the text (default: 2048)")
     parser.add_argument("--window", type=integer(2), default=512, help="tokens with one past")

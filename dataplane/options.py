@@ -37,13 +37,14 @@ class WorkerOptions:
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     engine: str = option(
         "auto",
-        "what computes; auto is OpenVINO on CPUs where it can be had, else torch",
+        "what computes; auto is torch with native kernels on CPUs, or OpenVINO for what they lack",
         choices=("auto", "torch", "openvino"),
     )
     kernels: str = option(
         "auto",
-        "implementation of the torch engine's operations; triton on a CPU needs TRITON_INTERPRET=1",
-        choices=("auto", "reference", "triton"),
+        "implementation of the torch engine's operations; auto is native in float32 on CPUs and triton "
+        "on GPUs; triton on a CPU needs TRITON_INTERPRET=1",
+        choices=("auto", "reference", "native", "triton"),
     )
     dtype: str = option(
         "auto",
@@ -52,7 +53,7 @@ class WorkerOptions:
     )
     quantization: str = option(
         "auto",
-        "weights of the OpenVINO engine: none is float32, int8 rounds in groups of 32, exact4 keeps "
+        "weights on CPUs: none is float32, int8 rounds in groups of 32, exact4 keeps "
         "the small integers of a GGUF file; auto is exact4 where some have 4 bits, else none",
         choices=("auto", "none", "int8", "exact4"),
     )

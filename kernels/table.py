@@ -1,8 +1,10 @@
 """Which implementation of each operation a device uses."""
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -21,6 +23,8 @@ from octavo.kernels.reference.rotary import rotary, rotary_kv_write
 from octavo.kernels.reference.sampling import DrawParams
 from octavo.kernels.reference.silu_mul import silu_mul
 from octavo.kernels.rows import PLAIN, AttentionForm, AttentionRows, KvScales
+
+log = logging.getLogger(__name__)
 
 
 class KernelsError(Exception):
@@ -133,14 +137,37 @@ CPU = replace(
     top_ids=cpu_sampling.top_ids,
 )
 
-CHOICES = ("auto", "reference", "triton")
+CHOICES = ("auto", "reference", "native", "triton")
 
 
 def kernels_for(device_type: str) -> Kernels:
     """The fastest implementation of each operation that a kind of device has."""
     if device_type == "cpu":
-        return CPU
+        return native_kernels() or CPU
     return _triton() if _has_triton() else REFERENCE
+
+
+@cache
+def native_kernels() -> Kernels | None:
+    """The operations in C; None, and a line in the log, where the extension is not there."""
+    try:
+        from octavo.kernels.cpu import native
+    except ImportError as error:
+        log.warning("no native kernels (%s): torch's operations are taken", error)
+        return None
+    return replace(
+        CPU,
+        prepare_attention=native.prepare_attention,
+        paged_attention=native.paged_attention,
+        prepare_kv_write=native.prepare_kv_write,
+        kv_write=native.kv_write,
+        rotary_kv_write=native.rotary_kv_write,
+        prepare_linear=native.prepare_linear,
+        linear=native.linear,
+        rms_norm=native.rms_norm,
+        add_rms_norm=native.add_rms_norm,
+        silu_mul=native.silu_mul,
+    )
 
 
 def kernels_named(name: str, device_type: str) -> Kernels:
@@ -149,6 +176,8 @@ def kernels_named(name: str, device_type: str) -> Kernels:
         return kernels_for(device_type)
     if name == "reference":
         return REFERENCE
+    if name == "native":
+        return _native_on(device_type)
     if not _has_triton():
         raise KernelsError("the Triton kernels need the package triton, which is not installed")
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -156,6 +185,17 @@ def kernels_named(name: str, device_type: str) -> Kernels:
             "on a CPU the Triton kernels run in Triton's interpreter: set TRITON_INTERPRET=1"
         )
     return _triton()
+
+
+def _native_on(device_type: str) -> Kernels:
+    if device_type != "cpu":
+        raise KernelsError(f"the native kernels compute on CPUs, and the device is {device_type}")
+    kernels = native_kernels()
+    if kernels is None:
+        raise KernelsError(
+            "the native kernels were not built: install octavo again where there is a C compiler"
+        )
+    return kernels
 
 
 def _has_triton() -> bool:

@@ -10,7 +10,7 @@ from octavo.common.modelfiles import ModelFiles
 from octavo.dataplane.engine import Engine, EngineError
 from octavo.dataplane.models.shard import ALONE, Collectives
 from octavo.dataplane.options import WorkerOptions
-from octavo.kernels.table import Kernels, KernelsError, kernels_named
+from octavo.kernels.table import CPU, Kernels, KernelsError, kernels_named, native_kernels
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ def load_engine(files: ModelFiles, options: WorkerOptions, collectives: Collecti
     if options.engine == "openvino" and obstacle:
         raise EngineError(f"--engine openvino: {obstacle}")
     begin = time.perf_counter()
-    if options.engine == "torch" or obstacle:
-        reason = "--engine torch" if options.engine == "torch" else f"not OpenVINO, since {obstacle}"
+    reason = _reason_for_torch(options, obstacle)
+    if reason:
         engine, what = _load_torch(files, options, device, reason, collectives)
     else:
         reason = f"--engine {options.engine}"
@@ -39,6 +39,26 @@ def load_engine(files: ModelFiles, options: WorkerOptions, collectives: Collecti
     seconds = time.perf_counter() - begin
     log.info("loaded %s into the %s (%s) in %.1f s", files.name, what, reason, seconds)
     return engine
+
+
+def _reason_for_torch(options: WorkerOptions, obstacle: str | None) -> str | None:
+    """Why the torch engine is taken, if so."""
+    if options.engine != "auto":
+        return "--engine torch" if options.engine == "torch" else None
+    if obstacle:
+        return f"not OpenVINO, since {obstacle}"
+    if prefers_native(options):
+        return "--engine auto: its native kernels are faster than OpenVINO"
+    return None
+
+
+def prefers_native(options: WorkerOptions) -> bool:
+    """Whether the torch engine's native kernels can compute all as asked: activations in float32.
+
+    `docs/performance.md` compares them with OpenVINO, for float32 and for small integers as weights.
+    """
+    in_float32 = options.activations == "float32" and options.kv_dtype in ("auto", "float32")
+    return in_float32 and native_kernels() is not None
 
 
 def obstacle_to_openvino(options: WorkerOptions, device: str) -> str | None:
@@ -121,25 +141,43 @@ def _load_torch(
     dtype = options.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
+    kernels = choose_kernels(options.kernels, device, dtype)
+    packing = _packing_for_torch(files, options, kernels, collectives, reason)
     wants = "is for the OpenVINO engine, and the torch engine is taken"
-    if options.quantization not in ("auto", "none"):
-        raise EngineError(f"--quantization {options.quantization} {wants} ({reason})")
     if options.activations != "float32":
         raise EngineError(f"--activations {options.activations} {wants} ({reason})")
     kv_fp8 = options.kv_dtype == "fp8"
     if not kv_fp8 and options.kv_dtype not in ("auto", dtype):
         raise EngineError(f"--kv-dtype {options.kv_dtype} {wants} ({reason})")
-    torch.set_num_threads(options.threads or available_cpus())
-    kernels = choose_kernels(options.kernels, device)
+    threads = options.threads or available_cpus()
+    computes = set_compute_threads(kernels, threads)
     if device != "cpu":
         torch.cuda.set_device(device)  # kernels are launched on the current one
-    engine = TorchEngine(files, device, dtype, kernels, kv_fp8, collectives)
-    what = f"torch engine: {dtype} on {device}, KV cache {'fp8' if kv_fp8 else dtype}"
+    engine = TorchEngine(files, device, dtype, kernels, kv_fp8, collectives, packing)
+    weights = dtype if packing == "none" else f"weights {packing}"
+    what = f"torch engine: {weights} on {device}, KV cache {'fp8' if kv_fp8 else dtype}"
+    what += f", {computes}" if device == "cpu" else ""
     shard = collectives.shard
     if shard.size > 1:
         graphs = "" if device == "cpu" else ", no decode graphs"
         what += f", rank {shard.rank} of {shard.size}{graphs}"
     return engine, what
+
+
+def _packing_for_torch(
+    files: ModelFiles, options: WorkerOptions, kernels: Kernels, collectives: Collectives, reason: str
+) -> str:
+    """How the torch engine holds the weights: only native kernels know integers, and whole matrices."""
+    obstacle = None
+    if kernels is not native_kernels():
+        obstacle = f"the torch engine without native kernels has no integers ({reason})"
+    elif collectives.shard.size > 1:
+        obstacle = f"ranks hold parts of matrices, and --tensor-parallel is {collectives.shard.size}"
+    if obstacle is None:
+        return choose_packing(files, options.quantization)
+    if options.quantization not in ("auto", "none"):
+        raise EngineError(f"--quantization {options.quantization}: {obstacle}")
+    return "none"
 
 
 def available_cpus() -> int:
@@ -162,9 +200,27 @@ def choose_device(wanted: str, rank: int = 0) -> str:
     return f"cuda:{rank % torch.cuda.device_count()}" if wanted == "cuda" else wanted
 
 
-def choose_kernels(name: str, device: str) -> Kernels:
+def choose_kernels(name: str, device: str, dtype: str = "float32") -> Kernels:
     """The table of that name for a device. Raises EngineError where it cannot run there."""
+    device_type = device.split(":")[0]
+    if device_type == "cpu" and dtype != "float32":
+        if name == "native":
+            raise EngineError(f"--kernels native: they compute in float32, and --dtype is {dtype}")
+        if name == "auto":
+            return CPU
     try:
-        return kernels_named(name, device.split(":")[0])
+        return kernels_named(name, device_type)
     except KernelsError as error:
         raise EngineError(f"--kernels {name}: {error}") from error
+
+
+def set_compute_threads(kernels: Kernels, threads: int) -> str:
+    """Gives `threads` to what computes with these kernels on a CPU; says to what."""
+    if kernels is not native_kernels():
+        torch.set_num_threads(threads)
+        return f"{threads} threads"
+    from octavo.kernels.cpu import _native
+
+    _native.set_threads(threads)
+    torch.set_num_threads(1)  # more would wait for the cores that the native threads have
+    return f"native kernels ({_native.instruction_sets()[0]}), {threads} threads"

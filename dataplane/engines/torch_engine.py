@@ -49,17 +49,19 @@ class TorchEngine:
         kernels: Kernels | None = None,
         kv_fp8: bool = False,
         collectives: Collectives = ALONE,
+        packing: str = "none",
     ) -> None:
         """Loads the weights; without `kernels` the device's own are taken. Raises ModelError.
 
         Args:
+            packing: of the weights, as `open_weights` takes it; only native kernels know integers.
             kv_fp8: whether the KV cache is float8 (e4m3) in place of `dtype`.
             collectives: of the gang; they say which part of the model this rank has.
         """
         self._device, self._dtype = torch.device(device), DTYPES[dtype]
         self._kernels = kernels or kernels_for(self._device.type)
         define = family_of(files)
-        weights = open_weights(files, self._dtype)
+        weights = open_weights(files, self._dtype, packing)
         self._model = define(files, weights, self._kernels, collectives).to(self._device)
         self._num_kv_heads = len(self._model.split.kv_heads)
         self._weight_bytes = self._model.weight_bytes()

@@ -40,6 +40,8 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """``[num_tokens, hidden_size]``."""
+        if isinstance(self.weight, GroupedMatrix) and isinstance(token_ids, Tensor):
+            return torch.from_numpy(self.weight.rows(token_ids.numpy()).values())
         return F.embedding(token_ids, self.weight)
 
 

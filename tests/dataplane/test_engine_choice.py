@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,15 @@ from transformers import LlamaForCausalLM
 
 from octavo.common.modelfiles import ModelFiles, open_model
 from octavo.dataplane.engine import EngineError
-from octavo.dataplane.engines.choice import choose_packing, load_engine, obstacle_to_openvino
+from octavo.dataplane.engines.choice import (
+    choose_kernels,
+    choose_packing,
+    load_engine,
+    obstacle_to_openvino,
+)
 from octavo.dataplane.engines.openvino import adapter
 from octavo.dataplane.options import WorkerOptions
+from octavo.kernels.table import CPU, kernels_named
 from octavo.proto.plan import Result
 from octavo.proto.session import Register
 
@@ -43,10 +50,41 @@ def loaded(files: ModelFiles, **given: object) -> str:
     return load_engine(files, options(**given)).describe().engine
 
 
-def test_auto_takes_openvino_and_says_so(files: ModelFiles, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_openvino_without_native_kernels_and_says_so(
+    files: ModelFiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.dataplane.engines.choice.native_kernels", lambda: None)
     with caplog.at_level(logging.INFO):
         assert loaded(files) == "openvino"
     assert "OpenVINO engine: weights none, KV cache float32, 1 threads (--engine auto)" in caplog.text
+
+
+@pytest.mark.parametrize(("quantization", "weights"), [("auto", "float32"), ("int8", "weights int8")])
+def test_auto_takes_native_kernels_and_says_so(
+    files: ModelFiles, caplog: pytest.LogCaptureFixture, quantization: str, weights: str
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert loaded(files, quantization=quantization) == "torch"
+    said = rf"{weights} on cpu, KV cache float32, native kernels \(\w+\), 1 threads"
+    assert re.search(said, caplog.text)
+    assert "native kernels are faster than OpenVINO" in caplog.text
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("given", [{"kv_dtype": "float16"}, {"activations": "int8"}], ids=str)
+def test_auto_takes_openvino_for_what_native_kernels_cannot(
+    files: ModelFiles, given: dict[str, object]
+) -> None:
+    assert loaded(files, **given) == "openvino"
+
+
+def test_native_kernels_are_for_float32(files: ModelFiles) -> None:
+    assert choose_kernels("auto", "cpu", "bfloat16") is choose_kernels("auto", "cpu", "float16") is CPU
+    assert choose_kernels("native", "cpu", "float32") is kernels_named("native", "cpu")
+    with pytest.raises(
+        EngineError, match="--kernels native: they compute in float32, and --dtype is b"
+    ):
+        loaded(files, kernels="native", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -80,8 +118,8 @@ def test_an_asked_for_engine_is_taken(files: ModelFiles) -> None:
     ("given", "message"),
     [
         (
-            {"engine": "torch", "quantization": "int8"},
-            r"--quantization int8 is for the OpenVINO engine",
+            {"kernels": "reference", "quantization": "int8"},
+            r"--quantization int8: the torch engine without native kernels has no integers",
         ),
         (
             {"engine": "torch", "activations": "int8"},
@@ -153,7 +191,7 @@ def test_a_worker_serves_with_openvino(
 ) -> None:
     side = ControlPlaneSide()
     worker = WorkerProcess(
-        tmp_path, model=str(model_folder), worker_port=side.port, num_kv_blocks=8, engine="auto"
+        tmp_path, model=str(model_folder), worker_port=side.port, num_kv_blocks=8, engine="openvino"
     )
     try:
         registered = side.receive(Register)

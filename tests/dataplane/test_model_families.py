@@ -33,7 +33,8 @@ from octavo.dataplane.options import WorkerOptions
 from octavo.kernels.reference.rotary import inverse_frequencies, rotary_table
 from octavo.kernels.table import CPU
 
-ENGINES = ("torch", "openvino")
+# The torch engine with the native kernels, as it is on CPUs; with torch's own; OpenVINO.
+ENGINES = ("torch", "torch-without-native", "openvino")
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -185,6 +186,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any,
 
 
 def engine_of(files: ModelFiles, name: str) -> Engine:
+    if name == "torch-without-native":
+        return TorchEngine(files, "cpu", "float32", CPU)
     return load_engine(files, WorkerOptions(device="cpu", engine=name, threads=1))
 
 
@@ -240,18 +243,21 @@ def test_a_window_matters(case: Callable[[str], tuple[Any, ModelFiles]], tmp_pat
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "phi3", "gemma3", "opt", "gpt2"])
-def test_auto_takes_openvino(case: Callable[[str], tuple[Any, ModelFiles]], name: str) -> None:
-    assert engine_of(case(name)[1], "auto").describe().engine == "openvino"
+def test_auto_takes_openvino_for_other_caches(
+    case: Callable[[str], tuple[Any, ModelFiles]], name: str
+) -> None:
+    options = WorkerOptions(device="cpu", engine="auto", threads=1, kv_dtype="float16")
+    assert load_engine(case(name)[1], options).describe().engine == "openvino"
 
 
 # -- other files --------------------------------------------------------------------------------------
 
 
-def gap_of(model: Any, path: Path, packing: str = "none") -> float:
+def gap_of(model: Any, path: Path, packing: str = "none", openvino: bool = False) -> float:
     """The largest difference of logits from Hugging Face's, against their spread."""
     files, tokens = open_model(str(path)), prompt_of(70)
-    engine: Engine = TorchEngine(files, "cpu", "float32")
-    if packing != "none":
+    engine: Engine = TorchEngine(files, "cpu", "float32", packing=packing)
+    if openvino:
         engine = OpenVinoEngine(files, packing, "float32", threads=1)
     engine.make_pools(3, SIZE, 0)
     logits = engine.logits(engine.forward(batch_of_rows([(tokens, 0, [2, 0, 1])], list(range(70)))))
@@ -317,11 +323,28 @@ def test_gguf_of_families(prefix: str, family: str, changes: dict[str, Any], tmp
     assert gap_of(model, write_family(model, tmp_path / "a.gguf", family)) < 1e-4
 
 
+@pytest.mark.parametrize("openvino", [False, True], ids=["native", "openvino"])
 def test_rows_of_small_integers_turn_too(
-    case: Callable[[str], tuple[Any, ModelFiles]],
+    case: Callable[[str], tuple[Any, ModelFiles]], openvino: bool
 ) -> None:
     model, files = case("phi3-partial")
-    assert 1e-4 < gap_of(model, files.path, "int8") < 0.3
+    assert 1e-4 < gap_of(model, files.path, "int8", openvino) < 0.3
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "opt", "gpt2"])
+def test_both_engines_compute_alike_with_small_integers(
+    case: Callable[[str], tuple[Any, ModelFiles]], name: str
+) -> None:
+    files, tokens = case(name)[1], prompt_of(40)
+    both = []
+    for engine in (
+        TorchEngine(files, "cpu", "float32", packing="int8"),
+        OpenVinoEngine(files, "int8", "float32", threads=1),
+    ):
+        engine.make_pools(2, SIZE, 0)
+        hidden = engine.forward(batch_of_rows([(tokens, 0, [1, 0])], list(range(40))))
+        both.append(engine.logits(hidden).clone())
+    assert float((both[0] - both[1]).abs().max()) < 1e-4
 
 
 def test_gpt2_names_without_a_prefix(

@@ -5,8 +5,11 @@ from octavo.kernels.reference.rotary import inverse_frequencies, rotary, rotary_
 from octavo.kernels.rows import KvScales
 from octavo.kernels.table import CPU, REFERENCE, Kernels, kernels_named
 
+NATIVE = kernels_named("native", "cpu")
 TRITON = kernels_named("triton", "cpu")
-ALL = pytest.mark.parametrize("kernels", [REFERENCE, CPU, TRITON], ids=["reference", "cpu", "triton"])
+ALL = pytest.mark.parametrize(
+    "kernels", [REFERENCE, CPU, NATIVE, TRITON], ids=["reference", "cpu", "native", "triton"]
+)
 
 
 @ALL

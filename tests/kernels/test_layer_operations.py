@@ -7,8 +7,9 @@ from kernel_inputs import relative_error
 from octavo.kernels.reference.rotary import inverse_frequencies, rotary, rotary_table
 from octavo.kernels.table import CPU, REFERENCE, Kernels, kernels_named
 
+NATIVE = kernels_named("native", "cpu")
 TRITON = kernels_named("triton", "cpu")
-BOTH = pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=["reference", "cpu"])
+BOTH = pytest.mark.parametrize("kernels", [REFERENCE, CPU, NATIVE], ids=["reference", "cpu", "native"])
 
 
 @BOTH

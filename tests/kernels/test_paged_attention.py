@@ -12,8 +12,9 @@ from kernel_inputs import (
 
 from octavo.kernels.reference.kv_write import quantized
 from octavo.kernels.rows import AttentionForm, KvScales
-from octavo.kernels.table import CPU, REFERENCE, Kernels
+from octavo.kernels.table import CPU, REFERENCE, Kernels, kernels_named
 
+NATIVE = kernels_named("native", "cpu")
 SCALE = 0.3
 
 
@@ -24,7 +25,7 @@ def attend(kernels: Kernels, case: AttentionCase) -> torch.Tensor:
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mix", ROW_MIXES)
-@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=["reference", "cpu"])
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU, NATIVE], ids=["reference", "cpu", "native"])
 def test_equals_the_softmax_formula(kernels: Kernels, mix: str, heads: tuple[int, int]) -> None:
     case = attention_case(ROW_MIXES[mix], heads)
     before = case.key_cache.clone(), case.value_cache.clone()
@@ -61,7 +62,7 @@ def test_cpu_tiles_of_a_chunk_agree_with_one(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=["reference", "cpu"])
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU, NATIVE], ids=["reference", "cpu", "native"])
 def test_windows_and_soft_caps(kernels: Kernels, form: AttentionForm) -> None:
     case = attention_case(ROW_MIXES["mixed"], (6, 2))
     rows = kernels.prepare_attention(case.rows, case.key_cache)
@@ -70,7 +71,7 @@ def test_windows_and_soft_caps(kernels: Kernels, form: AttentionForm) -> None:
     assert relative_error(found, plain_attention(case, SCALE, form)) < 1e-12
 
 
-@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=["reference", "cpu"])
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU, NATIVE], ids=["reference", "cpu", "native"])
 def test_fp8_entries_stand_for_their_value_times_the_scale(kernels: Kernels) -> None:
     scales = KvScales(torch.tensor([0.05, 0.5]), torch.tensor([0.5, 0.01]))
     case = attention_case(ROW_MIXES["mixed"], (6, 2))

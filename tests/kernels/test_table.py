@@ -2,15 +2,52 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
-from octavo.kernels.table import CPU, REFERENCE, KernelsError, kernels_for, kernels_named
+from octavo.kernels.table import (
+    CPU,
+    REFERENCE,
+    KernelsError,
+    kernels_for,
+    kernels_named,
+    native_kernels,
+)
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if the extension had not been compiled."""
+    native_kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "octavo.kernels.cpu.native", None)
+    monkeypatch.delattr("octavo.kernels.cpu.native")
+    yield
+    native_kernels.cache_clear()
 
 
 def test_a_cpu_gets_its_own_kernels_and_others_by_name() -> None:
-    assert kernels_for("cpu") is kernels_named("auto", "cpu") is CPU
+    native = native_kernels()
+    assert native is not None, "the tests want the extension"
+    assert (
+        kernels_for("cpu") is kernels_named("auto", "cpu") is kernels_named("native", "cpu") is native
+    )
     assert kernels_named("reference", "cpu") is REFERENCE
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_without_the_extension_torch_computes_and_the_log_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert kernels_for("cpu") is kernels_named("auto", "cpu") is CPU
+    assert caplog.text.count("no native kernels") == 1
+    with pytest.raises(KernelsError, match="were not built"):
+        kernels_named("native", "cpu")
+
+
+def test_native_kernels_are_not_for_gpus() -> None:
+    with pytest.raises(KernelsError, match="compute on CPUs, and the device is cuda"):
+        kernels_named("native", "cuda")
 
 
 def test_a_gpu_gets_triton() -> None:

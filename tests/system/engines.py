@@ -23,7 +23,7 @@ class EngineCase:
     quantization: str = "none"
 
     def __str__(self) -> str:
-        kind = "" if self.engine == "torch" else f"-{self.quantization}"
+        kind = "" if self == EngineCase("torch", self.block_size) else f"-{self.quantization}"
         return f"{self.engine}{kind}-block{self.block_size}"
 
     @property
@@ -39,13 +39,15 @@ class EngineCase:
     def loaded(self) -> str:
         """What the worker's log says of this engine and its weights."""
         if self.engine == "torch":
-            return "torch engine: float32 on cpu"
+            weights = "float32" if self.quantization == "none" else f"weights {self.quantization}"
+            return f"torch engine: {weights} on cpu, KV cache float32, native kernels"
         return f"OpenVINO engine: weights {self.quantization}, KV cache float32"
 
 
 TORCH = {size: EngineCase("torch", size) for size in (8, 16, 32)}
+TORCH_EXACT4 = EngineCase("torch", 16, "exact4")  # the default on CPUs
 OPENVINO = {kind: EngineCase("openvino", 32, kind) for kind in ("none", "exact4")}
-ENGINES = [*TORCH.values(), *OPENVINO.values()]
+ENGINES = [*TORCH.values(), TORCH_EXACT4, *OPENVINO.values()]
 
 
 def matrix(cases: Iterable[tuple[Any, ...]], short: Iterable[tuple[Any, ...]]) -> list[Any]:

@@ -61,7 +61,7 @@ def test_status(service: Service) -> None:
     done = octavo(service, "status")
     assert done.returncode == 0
     assert "ready" in done.stdout
-    assert "openvino on cpu" in done.stdout
+    assert "torch on cpu" in done.stdout
     state = json.loads(octavo(service, "status", "--json").stdout)
     pool = state["server"]["gangs"][0]["device_pool"]
     assert pool["free_blocks"] + pool["cached_blocks"] == pool["total_blocks"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from engines import ENGINES, OPENVINO, TORCH, EngineCase, matrix, serving
+from engines import ENGINES, OPENVINO, TORCH, TORCH_EXACT4, EngineCase, matrix, serving
 from service import Service
 from shared_files import golden
 
@@ -14,7 +14,7 @@ from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
 
 CASES = [(engine, depth) for engine in ENGINES for depth in (1, 2)]
-SHORT = [(TORCH[16], 2), (OPENVINO["exact4"], 2)]
+SHORT = [(TORCH[16], 2), (TORCH_EXACT4, 2), (OPENVINO["exact4"], 2)]
 
 
 @pytest.fixture(scope="module")

@@ -168,7 +168,7 @@ def test_an_engine_refuses_a_block_size_that_it_cannot_take(
 @pytest.mark.parametrize(
     "remedy",
     [
-        pytest.param({"block_size": 16}, id="same-block-size"),
+        pytest.param({"engine": "auto", "block_size": 16}, id="same-block-size"),
         pytest.param({"engine": "torch"}, id="torch", marks=pytest.mark.full),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_worker_that_cannot_take_its_gang_s_block_size_is_told_what_to_do(
     options = pick(ports, "worker_port", "worker_probe_port")
     log = tmp_path / "controlplane"
     with running("controlplane", {**controlplane_ports(ports), "block_size": 16}, log):
-        text = fails("worker", options, tmp_path / "refused")
+        text = fails("worker", {**options, "engine": "openvino"}, tmp_path / "refused")
         assert "--block-size 16 is not supported by the openvino engine on cpu, which takes 32" in text
         assert "start the worker with --block-size 16 too, or with --engine torch" in text
         with running("worker", {**options, **remedy}, tmp_path / "worker"):

@@ -1,0 +1,160 @@
+/* Products with weights in small integers: value = integer * scale + offset, a scale and an offset for each
+ * column and GROUP_DEPTH steps of depth. Few rows use a panel's values as they are unpacked; for more
+ * rows a part of the panel is unpacked into the first-level cache. Both give the same bits. */
+
+#define FUSED_ROWS 4 /* most rows of the first way */
+#define PART_GROUPS 4 /* groups of the second way's part */
+
+#define HALF_PANEL (PANEL / 2)
+
+typedef uint8_t bytes __attribute__((vector_size(WIDTH)));
+
+/* Through 128 more, without sign: GCC 12 widens signed bytes, and bytes just loaded, one by one. */
+INLINE vec widen_byte_vector(const uint8_t *from) {
+    bytes packed;
+    memcpy(&packed, from, sizeof packed);
+    return __builtin_convertvector(__builtin_convertvector(packed ^ 128, ivec) - 128, vec);
+}
+
+/* One step of depth: columns `column` .. of the panel's first half and the same of its second. */
+INLINE void unpack_step(const int bits, const uint8_t *step, int column, vec values[2]) {
+    if (bits == 4) {
+        bytes both;
+        memcpy(&both, step + column, sizeof both);
+        bytes low = both & 15, high = both >> 4;
+        values[0] = __builtin_convertvector(__builtin_convertvector(low, ivec), vec);
+        values[1] = __builtin_convertvector(__builtin_convertvector(high, ivec), vec);
+    } else {
+        values[0] = widen_byte_vector(step + column);
+        values[1] = widen_byte_vector(step + HALF_PANEL + column);
+    }
+}
+
+typedef struct {
+    vec scales[2], offsets[2];
+} group_terms;
+
+INLINE group_terms load_terms(const uint8_t *group, int column) {
+    const float *scales = (const float *)group, *offsets = scales + PANEL;
+    group_terms terms = {{load(scales + column), load(scales + HALF_PANEL + column)},
+                         {load(offsets + column), load(offsets + HALF_PANEL + column)}};
+    return terms;
+}
+
+INLINE void fused_tile(const int rows, const int bits, const grouped_args *args, const uint8_t *panel,
+                       int column, const float *bias, float *output) {
+    int64_t size = group_bytes(bits), depth = args->groups * GROUP_DEPTH;
+    vec sums[FUSED_ROWS][2];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < 2; v++)
+            sums[r][v] = load(bias + column + v * HALF_PANEL);
+    for (int64_t g = 0; g < args->groups; g++) {
+        const uint8_t *group = panel + g * size, *step = group + TERMS_BYTES;
+        const float *a = args->input + g * GROUP_DEPTH;
+        group_terms terms = load_terms(group, column);
+        for (int64_t line = 0; column == 0 && line < size; line += 64)
+            __builtin_prefetch(group + 4 * size + line, 0, 2);
+        for (int k = 0; k < GROUP_DEPTH; k++, step += PANEL * bits / 8) {
+            vec values[2];
+            unpack_step(bits, step, column, values);
+            UNROLL for (int v = 0; v < 2; v++) values[v] = values[v] * terms.scales[v] + terms.offsets[v];
+            UNROLL for (int r = 0; r < rows; r++)
+                UNROLL for (int v = 0; v < 2; v++) sums[r][v] += all(a[r * depth + k]) * values[v];
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < 2; v++) store(output + r * PANEL + column + v * HALF_PANEL, sums[r][v]);
+}
+
+#define FUSED(rows, bits)                                                                                 \
+    static void fused_##rows##_##bits(const grouped_args *args, const uint8_t *panel, const float *bias,  \
+                                      float *output) {                                                    \
+        for (int column = 0; column < HALF_PANEL; column += WIDTH)                                        \
+            fused_tile(rows, bits, args, panel, column, bias, output);                                    \
+    }
+
+FUSED(1, 4)
+FUSED(2, 4)
+FUSED(3, 4)
+FUSED(4, 4)
+FUSED(1, 8)
+FUSED(2, 8)
+FUSED(3, 8)
+FUSED(4, 8)
+
+typedef void (*fused_function)(const grouped_args *, const uint8_t *, const float *, float *);
+
+static const fused_function fused_4[] = {NULL, fused_1_4, fused_2_4, fused_3_4, fused_4_4};
+static const fused_function fused_8[] = {NULL, fused_1_8, fused_2_8, fused_3_8, fused_4_8};
+
+/* A group of a panel as floats [GROUP_DEPTH][PANEL]. */
+INLINE void unpack_group(const int bits, const uint8_t *group, float *to) {
+    int64_t size = group_bytes(bits);
+    for (int64_t line = 0; line < size; line += 64)
+        __builtin_prefetch(group + 4 * size + line, 0, 2);
+    for (int column = 0; column < HALF_PANEL; column += WIDTH) {
+        group_terms terms = load_terms(group, column);
+        const uint8_t *step = group + TERMS_BYTES;
+        for (int k = 0; k < GROUP_DEPTH; k++, step += PANEL * bits / 8) {
+            vec values[2];
+            unpack_step(bits, step, column, values);
+            UNROLL for (int v = 0; v < 2; v++)
+                store(to + k * PANEL + v * HALF_PANEL + column,
+                      values[v] * terms.scales[v] + terms.offsets[v]);
+        }
+    }
+}
+
+static void unpack_groups(int bits, const uint8_t *panel, int64_t count, float *to) {
+    for (int64_t g = 0; g < count; g++, to += GROUP_DEPTH * PANEL)
+        if (bits == 4)
+            unpack_group(4, panel + g * group_bytes(4), to);
+        else
+            unpack_group(8, panel + g * group_bytes(8), to);
+}
+
+/* Rows first .. first + rows of one panel, into sums [rows][PANEL] that hold the bias. */
+static void add_panel(const grouped_args *args, const uint8_t *panel, int64_t first, int64_t rows,
+                      float *sums) {
+    float part[PART_GROUPS * GROUP_DEPTH * PANEL] __attribute__((aligned(64)));
+    int64_t depth = args->groups * GROUP_DEPTH;
+    for (int64_t g = 0; g < args->groups; g += PART_GROUPS) {
+        int64_t count = args->groups - g < PART_GROUPS ? args->groups - g : PART_GROUPS;
+        unpack_groups(args->bits, panel + g * group_bytes(args->bits), count, part);
+        multiply(args->input + first * depth + g * GROUP_DEPTH, depth, rows, count * GROUP_DEPTH, part, 0, 1,
+                 1, sums, PANEL);
+    }
+}
+
+#define SUM_ROWS 96 /* rows of sums that stay in the first-level cache */
+
+static void grouped_panel(const grouped_args *args, int64_t panel, int64_t first, int64_t rows) {
+    float sums[SUM_ROWS * PANEL] __attribute__((aligned(64))), bias[PANEL] __attribute__((aligned(64))) = {0};
+    int64_t columns = args->out_size - panel * PANEL < PANEL ? args->out_size - panel * PANEL : PANEL;
+    const uint8_t *packed = args->panels + panel * args->groups * group_bytes(args->bits);
+    if (args->bias)
+        memcpy(bias, args->bias + panel * PANEL, (size_t)columns * 4);
+    if (args->rows <= FUSED_ROWS) {
+        (args->bits == 4 ? fused_4 : fused_8)[args->rows](args, packed, bias, sums);
+    } else {
+        for (int64_t r = 0; r < rows; r++)
+            memcpy(sums + r * PANEL, bias, sizeof bias);
+        add_panel(args, packed, first, rows, sums);
+    }
+    for (int64_t r = 0; r < rows; r++)
+        memcpy(args->output + (first + r) * args->out_size + panel * PANEL, sums + r * PANEL,
+               (size_t)columns * 4);
+}
+
+static void grouped_item(const void *opaque, int64_t item, int member) {
+    (void)member;
+    const grouped_args *args = opaque;
+    int64_t panels = (args->out_size + PANEL - 1) / PANEL, chunks = (args->rows + SUM_ROWS - 1) / SUM_ROWS;
+    int64_t chunk = item / panels, first = args->rows * chunk / chunks;
+    grouped_panel(args, item % panels, first, args->rows * (chunk + 1) / chunks - first);
+}
+
+static void grouped(const grouped_args *args) {
+    int64_t panels = (args->out_size + PANEL - 1) / PANEL, chunks = (args->rows + SUM_ROWS - 1) / SUM_ROWS;
+    pool_run(grouped_item, args, chunks * panels);
+}
