@@ -24,9 +24,15 @@ COPY constraints.txt pyproject.toml deploy/requirements.py ./
 
 # Octavo itself, as a wheel: the only stage that a change of its code builds anew.
 FROM environment AS package
+# Debian packages that compile the native kernels; empty where the base has them. Without a compiler the
+# image is built all the same, and workers compute with OpenVINO.
+ARG COMPILER="gcc libc6-dev"
+RUN test -z "${COMPILER}" || { apt-get update \
+    && apt-get install --yes --no-install-recommends ${COMPILER} \
+    && rm -rf /var/lib/apt/lists/*; }
 RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=cache,target=/root/.cache/pip \
     pip install "setuptools>=77" wheel
-COPY README.md LICENSE ./
+COPY README.md LICENSE MANIFEST.in setup.py ./
 COPY proto proto
 COPY common common
 COPY kernels kernels

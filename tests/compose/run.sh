@@ -50,7 +50,7 @@ make_base() {
     local root mirror
     root=$(mktemp -d)
     mirror=$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/*.sources)
-    debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$root" \
+    debootstrap --variant=minbase --include=python3,python3-venv,python3-dev,gcc,libc6-dev,ca-certificates bookworm "$root" \
         "$mirror" >"$out/debootstrap.log" 2>&1
     tar --create --directory "$root" . | docker import - octavo-test-base >/dev/null
     rm -rf "$root"
