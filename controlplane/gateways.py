@@ -13,6 +13,7 @@ class Gateway:
     """A gateway that holds a lease by its heartbeats."""
 
     incarnation: int
+    model_digest: str  # of the model whose tokens it reads
     last_seen: float = field(default_factory=time.monotonic)
     groups: dict[int, SequenceGroup] = field(default_factory=dict)  # by request number
 
@@ -46,8 +47,8 @@ class Gateways:
         self.lease = lease  # seconds
         self._gateways: dict[int, Gateway] = {}
 
-    def add(self, incarnation: int) -> Gateway:
-        return self._gateways.setdefault(incarnation, Gateway(incarnation))
+    def add(self, incarnation: int, model_digest: str) -> Gateway:
+        return self._gateways.setdefault(incarnation, Gateway(incarnation, model_digest))
 
     def get(self, incarnation: int) -> Gateway | None:
         return self._gateways.get(incarnation)

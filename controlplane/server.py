@@ -238,18 +238,24 @@ class ControlPlane:
         return self.prefixes.register(message, schedulers)
 
     def _on_hello(self, hello: Hello) -> None:
-        model = self.gangs.model
-        if model is not None and model.digest != hello.model_digest:
-            reason = (
-                f"the gateway's model differs from the worker's ({model.name}): start both with the "
-                "same --model"
-            )
-            log.error("gateway %x refused: %s", hello.incarnation, reason)
-            self._send_gateway(gateway_identity(hello.incarnation), Refused(reason=reason))
-            return
-        gateway = self.reception.gateways.add(hello.incarnation)
+        gateway = self.reception.gateways.add(hello.incarnation, hello.model_digest)
         gateway.last_seen = time.monotonic()
-        self._send_gateway(gateway.identity, self._welcome())
+        if not self._refuse_stranger(gateway):
+            self._send_gateway(gateway.identity, self._welcome())
+
+    def _refuse_stranger(self, gateway: Gateway) -> bool:
+        """Turns away a gateway that reads the tokens of another model than the workers'."""
+        model = self.gangs.model
+        if model is None or model.digest == gateway.model_digest:
+            return False
+        reason = (
+            f"the gateway's model differs from the worker's ({model.name}): start both with the "
+            "same --model"
+        )
+        log.error("gateway %x refused: %s", gateway.incarnation, reason)
+        self._send_gateway(gateway.identity, Refused(reason=reason))
+        self.reception.drop_gateway(gateway)
+        return True
 
     def _on_submit(self, gateway: Gateway, submit: Submit) -> None:
         try:
@@ -294,7 +300,8 @@ class ControlPlane:
     def gangs_changed(self) -> None:
         """Tells every gateway what can be served now."""
         for gateway in self.reception.gateways.all():
-            self._send_gateway(gateway.identity, self._welcome())
+            if not self._refuse_stranger(gateway):
+                self._send_gateway(gateway.identity, self._welcome())
 
     def publish(self, outputs: Outputs, scheduler: Scheduler) -> None:
         """Sends each gateway its part of what a gang has to tell, and forgets the groups that ended."""

@@ -203,6 +203,7 @@ class ToyGateway:
     def __init__(self, context: zmq.Context[Any], port: int) -> None:
         self.peer = Peer(context, port, gateway_identity(self.INCARNATION))
         self.peer.send(Hello(incarnation=self.INCARNATION, model_digest=MODEL.digest))
+        self.refused: str | None = None
         self.welcome: Welcome | None = None
         self.info: Info | None = None
         self.heard: dict[int, Heard] = defaultdict(Heard)
@@ -248,6 +249,8 @@ class ToyGateway:
         match message:
             case Welcome():
                 self.welcome = message
+            case Refused():
+                self.refused = message.reason
             case Info():
                 self.info = message
             case Failure():

@@ -153,6 +153,17 @@ def test_who_does_not_belong_is_refused(scene: MakeScene, changes: dict[str, Any
     check(one, start(one))
 
 
+def test_a_gateway_that_was_there_before_a_worker_of_another_model_is_refused(scene: MakeScene) -> None:
+    one = scene()
+    waits = one.gateway.submit([1, 2], 4)
+    other = ModelInfo(name="other", family="t", digest="x", vocab_size=60, max_model_len=64)
+    worker = one.rank(model=other)
+    one.until(lambda: one.gateway.refused is not None)
+    assert "differs from the worker's (other)" in str(one.gateway.refused)
+    one.until(lambda: worker.reset is not None)
+    assert not one.gateway.heard[waits].tokens and worker.plans == 0
+
+
 # -- several gangs -------------------------------------------------------------------------------------
 
 

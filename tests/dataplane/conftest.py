@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from controlplane_side import ControlPlaneSide
 from tiny_llama import save_tiny_llama, tiny_llama
 from transformers import LlamaForCausalLM
 
@@ -18,6 +19,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def side() -> Iterator[ControlPlaneSide]:
+    side = ControlPlaneSide()
+    yield side
+    side.close()
 
 
 @pytest.fixture(scope="session")

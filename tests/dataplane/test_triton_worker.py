@@ -29,13 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def side() -> Iterator[ControlPlaneSide]:
-    side = ControlPlaneSide()
-    yield side
-    side.close()
-
-
-@pytest.fixture(scope="module")
 def worker(
     side: ControlPlaneSide, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WorkerProcess]:

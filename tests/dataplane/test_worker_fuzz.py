@@ -17,13 +17,6 @@ COUNTS = [1_000, pytest.param(100_000, marks=pytest.mark.full)]
 
 
 @pytest.fixture(scope="module")
-def side() -> Iterator[ControlPlaneSide]:
-    side = ControlPlaneSide()
-    yield side
-    side.close()
-
-
-@pytest.fixture(scope="module")
 def worker(
     side: ControlPlaneSide, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WorkerProcess]:

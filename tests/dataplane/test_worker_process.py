@@ -49,13 +49,6 @@ def decode_plan(epoch: int, number: int) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def side() -> Iterator[ControlPlaneSide]:
-    side = ControlPlaneSide()
-    yield side
-    side.close()
-
-
-@pytest.fixture(scope="module")
 def worker(
     side: ControlPlaneSide, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WorkerProcess]:

@@ -101,6 +101,12 @@ class Parts:
         groups = [v for k, v in metrics.items() if k.startswith("octavo_sequence_groups")]
         return bool(groups) and held == 0 and sum(groups) == 0
 
+    def is_clean(self) -> bool:
+        """Idle, and no gateway has a request that is not finished."""
+        numbers = [n.removeprefix("gateway") for n in self.names if n.startswith("gateway")]
+        live = [read_metrics(self.port("http_port", n)).get("octavo_live_requests") for n in numbers]
+        return self.is_idle() and not any(count != 0.0 for count in live)
+
     def stop(self) -> dict[str, int]:
         """SIGTERM to all, gateways first; what each returned."""
         for process in self.processes.values():

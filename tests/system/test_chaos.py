@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from parts import Parts
-from service import read_metrics, wait_for
+from service import wait_for
 from undisturbed import MARGIN, Case, least_margins, run_undisturbed
 
 from octavo.frontend.client import Client
@@ -110,7 +110,7 @@ def test_streams_are_those_of_a_quiet_day(
     for case, tokens in zip(cases, told, strict=True):
         assert tokens == case.tokens
     wait_for(parts.is_ready, "the service is ready again", 30)
-    wait_for(lambda: _is_clean(parts), "nothing is held", 30)
+    wait_for(parts.is_clean, "nothing is held", 30)
 
 
 def _disturb(parts: Parts, how: str, victim: str) -> None:
@@ -125,16 +125,6 @@ def _disturb(parts: Parts, how: str, victim: str) -> None:
         return
     time.sleep(PAUSE)
     parts.go_on(victim)
-
-
-def _is_clean(parts: Parts) -> bool:
-    live = [
-        value
-        for number in ("", "2")
-        for name, value in read_metrics(parts.port("http_port", number)).items()
-        if name == "octavo_live_requests"
-    ]
-    return parts.is_idle() and live == [0.0, 0.0]
 
 
 def test_the_streams_are_sure_of_their_tokens(cases: list[Case]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from certificates import certificate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from parts import Parts
 from service import Service, get, octavo, wait_for
@@ -290,16 +291,6 @@ def test_bad_key_files(text: str, tmp_path: Path) -> None:
 
 
 # -- TLS ---------------------------------------------------------------------------------------------
-
-
-def certificate(folder: Path) -> dict[str, object]:
-    """A certificate for this machine, signed by itself."""
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    names = ("-subj", "/CN=octavo", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")
-    files = ("-keyout", str(key), "-out", str(cert), "-days", "2")
-    subprocess.run(["openssl", "req", "-x509", *curve, *names, *files], check=True, capture_output=True)
-    return {"tls_cert": cert, "tls_key": key}
 
 
 def test_certificate_options_that_do_not_fit(tmp_path: Path) -> None:

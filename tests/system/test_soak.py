@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from parts import Parts
-from service import read_metrics, wait_for
+from service import wait_for
 from shared_files import golden_or_none
 from undisturbed import Case, run_undisturbed
 
@@ -128,7 +128,7 @@ def load(parts: Parts, cases: list[Case], seconds: float, tally: Tally, disturb:
         for client in clients:
             client.result()
     wait_for(parts.is_ready, "the service is ready", 60)
-    wait_for(lambda: is_clean(parts), "nothing is held", 60)
+    wait_for(parts.is_clean, "nothing is held", 60)
 
 
 def make_trouble(parts: Parts, end: float, tally: Tally) -> None:
@@ -146,16 +146,6 @@ def make_trouble(parts: Parts, end: float, tally: Tally) -> None:
             time.sleep(PAUSE)
             parts.go_on(victim)
             tally.add(pauses=1, **{f"paused {victim}": 1})
-
-
-def is_clean(parts: Parts) -> bool:
-    live = [
-        value
-        for number in ("", "2")
-        for name, value in read_metrics(parts.port("http_port", number)).items()
-        if name == "octavo_live_requests"
-    ]
-    return parts.is_idle() and live == [0.0, 0.0]
 
 
 def sizes(parts: Parts) -> dict[str, float]:
