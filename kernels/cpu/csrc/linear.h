@@ -1,4 +1,4 @@
-/* output = input x weight^T + bias, a panel at a time; see the article on blocking in docs/performance.md. */
+/* output = input x weight^T + bias, a panel at a time, for as many rows as stay in a second-level cache. */
 
 /* One panel's worth of columns for the rows of a chunk. */
 static void linear_panel(const linear_args *args, int64_t first, int64_t rows, int64_t panel) {
