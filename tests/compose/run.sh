@@ -45,14 +45,14 @@ stop_engine() {
 }
 
 make_base() {
-    docker image inspect octavo-test-base >/dev/null 2>&1 && return
+    docker image inspect octavo-test-base:compiler >/dev/null 2>&1 && return
     say "making a base image with debootstrap"
     local root mirror
     root=$(mktemp -d)
     mirror=$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/*.sources)
     debootstrap --variant=minbase --include=python3,python3-venv,python3-dev,gcc,libc6-dev,ca-certificates bookworm "$root" \
         "$mirror" >"$out/debootstrap.log" 2>&1
-    tar --create --directory "$root" . | docker import - octavo-test-base >/dev/null
+    tar --create --directory "$root" . | docker import - octavo-test-base:compiler >/dev/null
     rm -rf "$root"
 }
 
