@@ -132,9 +132,11 @@ def test_errors_are_status_codes_that_name_the_field(
 
 
 def test_prefixes_are_registered_listed_and_given_up(stub: Any) -> None:
-    ids = pb.TokenIds(ids=range(500, 570))  # two blocks of 32, and six tokens more
+    server = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT)
+    size = server.gangs[0].block_size
+    ids = pb.TokenIds(ids=range(500, 500 + 2 * size + 6))  # two blocks, and six tokens more
     reply = stub.RegisterPrefix(pb.RegisterPrefixRequest(name="a", token_ids=ids), timeout=TIMEOUT)
-    assert (reply.pinned_tokens, reply.pinned_blocks) == (64, 2)
+    assert (reply.pinned_tokens, reply.pinned_blocks) == (2 * size, 2)
     listed = stub.ListPrefixes(pb.ListPrefixesRequest(), timeout=TIMEOUT).prefixes
     assert [(prefix.name, prefix.pinned_blocks) for prefix in listed] == [("a", 2)]
     stub.UnregisterPrefix(pb.UnregisterPrefixRequest(name="a"), timeout=TIMEOUT)
@@ -144,7 +146,7 @@ def test_prefixes_are_registered_listed_and_given_up(stub: Any) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub.RegisterPrefix(pb.RegisterPrefixRequest(name="b", text="short"), timeout=TIMEOUT)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "block of 32" in caught.value.details()
+    assert f"block of {size}" in caught.value.details()
 
 
 def test_other_calls_check_their_fields(stub: Any) -> None:
