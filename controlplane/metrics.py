@@ -95,7 +95,9 @@ class _StateCollector(Collector):
         info = self._info()
         yield from _queue_metrics(info)
         yield from _gang_metrics(info)
-        yield from _counter_metrics(self._counters)
+        yield from _work_metrics(self._counters)
+        yield from _block_metrics(self._counters)
+        yield from _loss_metrics(self._counters)
         yield from self._refusals()
 
     def _refusals(self) -> Iterator[Metric]:
@@ -133,7 +135,7 @@ def _gang_metrics(info: Info) -> Iterator[Metric]:
     yield epoch
 
 
-def _counter_metrics(counters: Counters) -> Iterator[Metric]:
+def _work_metrics(counters: Counters) -> Iterator[Metric]:
     yield CounterMetricFamily("octavo_plans", "Plans sent", value=counters.plans)
     preemptions = CounterMetricFamily("octavo_preemptions", "Groups preempted", labels=["kind"])
     for kind, count in counters.preemptions.items():
@@ -148,6 +150,9 @@ def _counter_metrics(counters: Counters) -> Iterator[Metric]:
         "Tokens whose KV was found instead of computed",
         value=counters.prefix_hit_tokens,
     )
+
+
+def _block_metrics(counters: Counters) -> Iterator[Metric]:
     swapped = CounterMetricFamily("octavo_swapped_blocks", "Blocks swapped", labels=["direction"])
     swapped_bytes = CounterMetricFamily("octavo_swapped_bytes", "Bytes swapped", labels=["direction"])
     for direction, count in counters.swapped_blocks.items():
@@ -163,6 +168,9 @@ def _counter_metrics(counters: Counters) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "octavo_copied_blocks", "Blocks copied on write", value=counters.copied_blocks
     )
+
+
+def _loss_metrics(counters: Counters) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "octavo_workers_lost", "Workers that died, fell silent or hung", value=counters.lost_workers
     )

@@ -73,7 +73,7 @@ class Stream:
         self._live.finish_ended_samples()
         if not self._live.done:
             self._link.open(self._live)
-        elif not self._ended:  # a stop string was complete in what is continued
+        else:  # a stop string was complete in what is continued
             self._end_if_finished()
         self._wake()
 

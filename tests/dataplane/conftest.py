@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from controlplane_side import ControlPlaneSide
+from controlplane_side import ControlPlaneSide, WorkerProcess
 from tiny_llama import save_tiny_llama, tiny_llama
 from transformers import LlamaForCausalLM
 
@@ -36,6 +36,16 @@ def hf_model() -> LlamaForCausalLM:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory, hf_model: LlamaForCausalLM) -> Path:
     return save_tiny_llama(hf_model, tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def worker(
+    side: ControlPlaneSide, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerProcess]:
+    folder = tmp_path_factory.mktemp("logs")
+    worker = WorkerProcess(folder, model=str(model_folder), worker_port=side.port, num_kv_blocks=32)
+    yield worker
+    worker.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
+from ports import free_ports
 
 from octavo.proto.plan import Fault, Plan, Result
 from octavo.proto.session import (
@@ -39,19 +39,11 @@ sys.exit(main(WorkerOptions(**json.loads(sys.argv[1]))))
 """
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class WorkerProcess:
     """A worker of its own, logging to a file."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        self.probe_port = free_port()
+        self.probe_port = free_ports(1)[0]
         settings = {"worker_probe_port": self.probe_port, "threads": 1, "engine": "torch"} | options
         self._log = folder / f"worker-{self.probe_port}.log"
         command = [sys.executable, "-c", _RUN, json.dumps(settings)]
@@ -101,7 +93,7 @@ class ControlPlaneSide:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.LINGER, 0)
-        self.port = port or free_port()
+        self.port = port or free_ports(1)[0]
         self.incarnation = incarnation
         self._router.bind(f"tcp://127.0.0.1:{self.port}")
         self.worker = 0  # incarnation of the worker that registered last

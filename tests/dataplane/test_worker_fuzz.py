@@ -1,8 +1,6 @@
 """Broken frames on a worker's sockets: it refuses them, lives on, and computes what it should."""
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from controlplane_side import ControlPlaneSide, WorkerProcess, reset_message
@@ -16,15 +14,9 @@ from octavo.proto.wire import int32s
 COUNTS = [1_000, pytest.param(100_000, marks=pytest.mark.full)]
 
 
-@pytest.fixture(scope="module")
-def worker(
-    side: ControlPlaneSide, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[WorkerProcess]:
-    folder = tmp_path_factory.mktemp("logs")
-    worker = WorkerProcess(folder, model=str(model_folder), worker_port=side.port, num_kv_blocks=32)
+@pytest.fixture(scope="module", autouse=True)
+def registered(side: ControlPlaneSide, worker: WorkerProcess) -> None:
     side.receive(Register)
-    yield worker
-    worker.close()
 
 
 def plan(epoch: int) -> Plan:

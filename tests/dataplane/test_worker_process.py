@@ -7,7 +7,8 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
-from controlplane_side import ControlPlaneSide, WorkerProcess, free_port
+from controlplane_side import ControlPlaneSide, WorkerProcess
+from ports import free_ports
 from tiny_llama import VOCAB, hf_greedy, prompt_of
 from transformers import LlamaForCausalLM
 
@@ -46,16 +47,6 @@ def pack(fields: list[object]) -> bytes:
 
 def decode_plan(epoch: int, number: int) -> Plan:
     return Plan(epoch=epoch, number=number, decode_slots=int32s([2]))
-
-
-@pytest.fixture(scope="module")
-def worker(
-    side: ControlPlaneSide, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[WorkerProcess]:
-    folder = tmp_path_factory.mktemp("logs")
-    worker = WorkerProcess(folder, model=str(model_folder), worker_port=side.port, num_kv_blocks=32)
-    yield worker
-    worker.close()
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +185,7 @@ def test_registers_again_when_it_is_not_known(side: ControlPlaneSide, epoch: int
 def test_a_new_control_plane_gets_a_registration_and_the_worker_stops_in_order(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     worker = WorkerProcess(tmp_path, model=str(model_folder), worker_port=port, num_kv_blocks=32)
     try:
         worker.wait_for_log(f"waiting for the control plane at 127.0.0.1:{port}")

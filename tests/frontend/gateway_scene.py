@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -17,6 +16,7 @@ import grpc
 import zmq.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from plane_driver import WAIT, Driver
+from ports import free_ports
 
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
@@ -24,14 +24,6 @@ from octavo.v1 import generation_pb2_grpc as pb_grpc
 MODEL = "SmolLM2-135M-Instruct"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for held in sockets:
-            held.bind(("127.0.0.1", 0))
-        return [held.getsockname()[1] for held in sockets]
 
 
 @dataclass

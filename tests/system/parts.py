@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from ports import free_ports
-from service import PORTS, get, octavo, read_metrics, wait_for
+from service import PORTS, get, is_idle, octavo, read_metrics, wait_for
 
 _TAKES = {
     "controlplane": ("gateway_port", "worker_port", "controlplane_probe_port"),
@@ -95,11 +95,7 @@ class Parts:
         return read_metrics(self.ports["controlplane_probe_port"])
 
     def is_idle(self) -> bool:
-        """Nothing waits or runs, and no block is held."""
-        metrics = self.metrics()
-        held = sum(v for k, v in metrics.items() if "kv_blocks{" in k and 'state="used"' in k)
-        groups = [v for k, v in metrics.items() if k.startswith("octavo_sequence_groups")]
-        return bool(groups) and held == 0 and sum(groups) == 0
+        return is_idle(self.metrics())
 
     def is_clean(self) -> bool:
         """Idle, and no gateway has a request that is not finished."""

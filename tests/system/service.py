@@ -128,13 +128,7 @@ class Service:
         return read_metrics(int(str(self.options["worker_probe_port"])))
 
     def is_idle(self) -> bool:
-        """Nothing waits or runs, and every block is free."""
-        metrics = self.metrics()
-        groups = sum(v for k, v in metrics.items() if k.startswith("octavo_sequence_groups"))
-        used = sum(
-            v for k, v in metrics.items() if k.startswith("octavo_kv_blocks") and 'state="used"' in k
-        )
-        return groups == 0 and used == 0
+        return is_idle(self.metrics())
 
     def wait_until_idle(self) -> None:
         wait_for(self.is_idle, "every block is free", 30)
@@ -144,3 +138,10 @@ def read_metrics(port: int) -> dict[str, float]:
     """What a probe port's /metrics says."""
     _, body = get(f"http://127.0.0.1:{port}/metrics")
     return {name: float(value) for name, value in re.findall(r"^(\w+(?:\{.*\})?) (\S+)$", body, re.M)}
+
+
+def is_idle(controlplane: dict[str, float]) -> bool:
+    """Whether these metrics say that nothing waits or runs, and that no block is held."""
+    held = [v for k, v in controlplane.items() if "octavo_kv_blocks{" in k and 'state="used"' in k]
+    groups = [v for k, v in controlplane.items() if k.startswith("octavo_sequence_groups")]
+    return bool(groups) and not any(groups) and not any(held)

@@ -49,10 +49,11 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
-    assert not _children_of(os.getpid(), parts), "a process is left"
+    assert not _left_of(parts), "a process is left"
 
 
-def _children_of(parent: int, parts: Parts) -> list[int]:
+def _left_of(parts: Parts) -> list[int]:
+    """Processes of the service, and their children, that are still there."""
     ours = {process.pid for process in parts.processes.values()}
     found = []
     for entry in Path("/proc").iterdir():
@@ -60,7 +61,7 @@ def _children_of(parent: int, parts: Parts) -> list[int]:
             fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
         except (OSError, IndexError):
             continue
-        if int(fields[1]) in {parent, *ours} and (int(entry.name) in ours or int(fields[1]) in ours):
+        if ours & {int(entry.name), int(fields[1])}:
             found.append(int(entry.name))
     return found
 
