@@ -91,6 +91,10 @@ class Gangs:
         return [gang for gang in self._gangs.values() if gang.ready]
 
     @property
+    def ready_schedulers(self) -> list[Scheduler]:
+        return [gang.scheduler for gang in self.ready if gang.scheduler is not None]
+
+    @property
     def schedulers(self) -> list[Scheduler]:
         """Of gangs that have formed at some time, those without ranks included."""
         return [gang.scheduler for gang in self._gangs.values() if gang.scheduler is not None]
@@ -254,9 +258,11 @@ class Gangs:
 
     def _drop_unreachable(self) -> None:
         for gang in list(self._gangs.values()):
-            gone = [rank for rank in gang.ranks.values() if not self._reaches(rank)]
-            if gone:
-                self.lose(gang, gone, "a worker's connection is closed")
+            if gone := self._unreachable(gang):
+                self.lose(gang, gone, "its connection is closed")
+
+    def _unreachable(self, gang: Gang) -> list[Rank]:
+        return [rank for rank in gang.ranks.values() if not self._reaches(rank)]
 
     def _reaches(self, rank: Rank) -> bool:
         answer = BeatAnswer(controlplane=self._around.incarnation, known=True)
@@ -380,7 +386,7 @@ class Gangs:
             silent = [r for r in gang.ranks.values() if now - r.last_seen > limits.heartbeat_timeout]
             if silent:
                 self.lose(gang, silent, f"no heartbeat for {limits.heartbeat_timeout:g} s")
-            elif gone := [r for r in gang.ranks.values() if not self._reaches(r)]:
+            elif gone := self._unreachable(gang):
                 self.lose(gang, gone, "its connection is closed")
             elif gang.sent and now - gang.sent[0].at > gang.sent[0].limit:
                 hung = [rank for rank in gang.ranks.values() if not rank.answers]

@@ -228,7 +228,7 @@ class ControlPlane:
         if isinstance(message, Unpin):
             self.answer_pins(self.prefixes.unregister(message.name, self.gangs.schedulers))
             return Pins(query=message.query)
-        schedulers = [gang.scheduler for gang in self.gangs.ready if gang.scheduler is not None]
+        schedulers = self.gangs.ready_schedulers
         if not schedulers:
             raise PrefixRefused("UNAVAILABLE", "no worker is ready to compute a prefix; retry later")
         try:
@@ -330,10 +330,9 @@ class ControlPlane:
 
     def _pump(self) -> None:
         """Keeps as many plans in flight as there is work for."""
-        ready = self.gangs.ready
         if len(self.gangs.schedulers) > 1:
-            place(self.reception.waiting, [gang.scheduler for gang in ready if gang.scheduler])
-        for gang in ready:
+            place(self.reception.waiting, self.gangs.ready_schedulers)
+        for gang in self.gangs.ready:
             while gang.ready and len(gang.sent) < self.options.pipeline_depth:
                 if not self._send_plan(gang):
                     break

@@ -26,11 +26,10 @@ def load_engine(files: ModelFiles, options: WorkerOptions, collectives: Collecti
         EngineError: the engine cannot run here, or the options do not go together.
     """
     device = choose_device(options.device, collectives.shard.rank)
-    obstacle = obstacle_to_openvino(options, device)
-    if options.engine == "openvino" and obstacle:
+    if options.engine == "openvino" and (obstacle := obstacle_to_openvino(options, device)):
         raise EngineError(f"--engine openvino: {obstacle}")
     begin = time.perf_counter()
-    reason = _reason_for_torch(options, obstacle)
+    reason = _reason_for_torch(options, device)
     if reason:
         engine, what = _load_torch(files, options, device, reason, collectives)
     else:
@@ -41,15 +40,16 @@ def load_engine(files: ModelFiles, options: WorkerOptions, collectives: Collecti
     return engine
 
 
-def _reason_for_torch(options: WorkerOptions, obstacle: str | None) -> str | None:
+def _reason_for_torch(options: WorkerOptions, device: str) -> str | None:
     """Why the torch engine is taken, if so."""
     if options.engine != "auto":
         return "--engine torch" if options.engine == "torch" else None
-    if obstacle:
-        return f"not OpenVINO, since {obstacle}"
-    if prefers_native(options):
-        return "--engine auto: its native kernels are faster than OpenVINO"
-    return None
+    obstacle = _obstacle_in_options(options, device)
+    if obstacle is None:
+        if prefers_native(options):  # asked before the library is, whose import takes time and memory
+            return "--engine auto: its native kernels are faster than OpenVINO"
+        obstacle = _obstacle_in_library()
+    return f"not OpenVINO, since {obstacle}" if obstacle else None
 
 
 def prefers_native(options: WorkerOptions) -> bool:
@@ -63,6 +63,10 @@ def prefers_native(options: WorkerOptions) -> bool:
 
 def obstacle_to_openvino(options: WorkerOptions, device: str) -> str | None:
     """Why the OpenVINO engine cannot be had, if so."""
+    return _obstacle_in_options(options, device) or _obstacle_in_library()
+
+
+def _obstacle_in_options(options: WorkerOptions, device: str) -> str | None:
     if device != "cpu":
         return f"it computes on CPUs, and the device is {device}"
     if options.tensor_parallel > 1:
@@ -76,7 +80,7 @@ def obstacle_to_openvino(options: WorkerOptions, device: str) -> str | None:
     size = options.block_size
     if size not in (None, _OPENVINO_BLOCK_SIZE):
         return f"it takes blocks of {_OPENVINO_BLOCK_SIZE} tokens, and --block-size is {size}"
-    return _obstacle_in_library()
+    return None
 
 
 def _obstacle_in_library() -> str | None:

@@ -42,6 +42,12 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With native kernels nobody asks for the library."""
+    monkeypatch.setattr("octavo.dataplane.engines.choice.native_kernels", lambda: None)
+
+
 def options(**given: object) -> WorkerOptions:
     return WorkerOptions(device="cpu", threads=1, **given)  # type: ignore[arg-type]
 
@@ -50,10 +56,10 @@ def loaded(files: ModelFiles, **given: object) -> str:
     return load_engine(files, options(**given)).describe().engine
 
 
+@pytest.mark.usefixtures("without_native")
 def test_auto_takes_openvino_without_native_kernels_and_says_so(
-    files: ModelFiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    files: ModelFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("octavo.dataplane.engines.choice.native_kernels", lambda: None)
     with caplog.at_level(logging.INFO):
         assert loaded(files) == "openvino"
     assert "OpenVINO engine: weights none, KV cache float32, 1 threads (--engine auto)" in caplog.text
@@ -158,6 +164,7 @@ def check_falls_back(files: ModelFiles, caplog: pytest.LogCaptureFixture, reason
         loaded(files, engine="openvino")
 
 
+@pytest.mark.usefixtures("without_native")
 def test_an_unknown_version_is_left_alone(
     files: ModelFiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +172,7 @@ def test_an_unknown_version_is_left_alone(
     check_falls_back(files, caplog, "OpenVINO 2031.0.0 is installed, and its paged attention is known")
 
 
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize("missing", [1, 28])
 def test_an_operation_that_wants_other_inputs_is_left_alone(
     files: ModelFiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, missing: int
@@ -174,6 +182,7 @@ def test_an_operation_that_wants_other_inputs_is_left_alone(
     check_falls_back(files, caplog, "OpenVINO's paged attention is not as expected")
 
 
+@pytest.mark.usefixtures("without_native")
 def test_a_missing_library_is_told(
     files: ModelFiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
