@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from parts import Parts
 from service import wait_for
@@ -55,15 +56,8 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
 def _left_of(parts: Parts) -> list[int]:
     """Processes of the service, and their children, that are still there."""
     ours = {process.pid for process in parts.processes.values()}
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-        except (OSError, IndexError):
-            continue
-        if ours & {int(entry.name), int(fields[1])}:
-            found.append(int(entry.name))
-    return found
+    found = psutil.process_iter(["ppid"])
+    return [process.pid for process in found if ours & {process.pid, process.info["ppid"]}]
 
 
 class Streams:
