@@ -16,6 +16,7 @@ from octavo.kernels.cpu import paged_attention as cpu_paged_attention
 from octavo.kernels.cpu import sampling as cpu_sampling
 from octavo.kernels.cpu.rms_norm import add_rms_norm as cpu_add_rms_norm
 from octavo.kernels.cpu.rms_norm import rms_norm as cpu_rms_norm
+from octavo.kernels.recording import Record
 from octavo.kernels.reference import block_swap, kv_write, linear, paged_attention, sampling
 from octavo.kernels.reference.block_copy import block_copy
 from octavo.kernels.reference.rms_norm import add_rms_norm, rms_norm
@@ -99,6 +100,7 @@ class Kernels:
     sample: Callable[[Tensor, DrawParams], Tensor]
     log_normalizer: Callable[[Tensor], Tensor]
     top_ids: Callable[[Tensor, int], Tensor]
+    record: Record | None = None  # None: these cannot
 
 
 REFERENCE = Kernels(
@@ -151,7 +153,7 @@ def kernels_for(device_type: str) -> Kernels:
 def native_kernels() -> Kernels | None:
     """The operations in C; None, and a line in the log, where the extension is not there."""
     try:
-        from octavo.kernels.cpu import native
+        from octavo.kernels.cpu import native, recorded
     except ImportError as error:
         log.warning("no native kernels (%s): torch's operations are taken", error)
         return None
@@ -167,6 +169,7 @@ def native_kernels() -> Kernels | None:
         rms_norm=native.rms_norm,
         add_rms_norm=native.add_rms_norm,
         silu_mul=native.silu_mul,
+        record=recorded.record,
     )
 
 

@@ -38,6 +38,7 @@ class Stepper:
     def __init__(self, files: ModelFiles, engine: Engine, shape: Shape, seed: int) -> None:
         self._engine = engine
         self._engine.make_pools(shape.sequences * shape.blocks_each, shape.block_size, 0)
+        self._engine.warm_up(shape.sequences)
         self._vocab = int(files.config["vocab_size"])
         slots = Slots(shape.sequences, shape.max_tokens, shape.block_size, self._vocab)
         self._runner = Runner(self._engine, kernels_for(device_of(engine)), slots, shape.max_tokens)

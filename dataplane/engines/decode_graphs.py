@@ -133,10 +133,10 @@ def rehearsals(block_size: int, longest: int) -> Iterator[Batch]:
     """
     mixes = (([0, 1], [1, 1]), ([0, 1], [5, 1]), ([longest, 1], [1, 1]), ([longest, 1], [5, 1]))
     for contexts, counts in mixes:
-        yield _same_block(contexts, counts, block_size)
+        yield rows_in_one_block(contexts, counts, block_size)
 
 
-def _same_block(contexts: list[int], counts: list[int], block_size: int) -> Batch:
+def rows_in_one_block(contexts: list[int], counts: list[int], block_size: int) -> Batch:
     """Rows whose block tables name the first block only, and of which nothing is stored."""
     begins = np.cumsum([0, *counts])
     positions = [range(c, c + n) for c, n in zip(contexts, counts, strict=True)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.common.modelfiles import ModelFiles
 from octavo.dataplane.engine import Batch, EngineError, EngineInfo, Ints
 from octavo.dataplane.engines.decode_graphs import DecodeGraphs, Inputs, rehearsals
+from octavo.dataplane.engines.recorded_layers import Layers, record_layers
 from octavo.dataplane.engines.swap_lane import SwapLane
 from octavo.dataplane.loading.weights import open_weights
 from octavo.dataplane.memory import require_memory
@@ -73,6 +74,7 @@ class TorchEngine:
         self._pools = Pools([], [])
         self._swap: SwapLane | None = None
         self._graphs: DecodeGraphs | None = None
+        self._layers: Layers = self._model.body
 
     def _unscaled(self) -> KvScales:
         """Factors of 1: keys and values are far within the +-448 that float8 holds."""
@@ -105,6 +107,7 @@ class TorchEngine:
     def make_pools(self, num_blocks: int, block_size: int, num_cpu_blocks: int) -> None:
         self.synchronize()
         self._graphs = self._swap = None
+        self._layers = self._model.body  # what was recorded holds the old pools
         self._pools = Pools([], [])  # the old ones go before the new ones come
         token_bytes = self.describe().token_bytes
         on_cpu = num_cpu_blocks + (num_blocks if self._device.type == "cpu" else 0)
@@ -129,8 +132,15 @@ class TorchEngine:
 
     @torch.inference_mode()
     def warm_up(self, num_slots: int) -> None:
-        if self._device.type != "cuda":
-            return
+        if self._device.type == "cuda":
+            self._warm_up_gpu(num_slots)
+        elif self._kernels.record is not None and self._model.split.collectives.shard.size == 1:
+            block_size = self._pools.keys[0].shape[2]
+            self._layers = record_layers(
+                self._model.body, self._kernels.record, self._enter, block_size
+            )
+
+    def _warm_up_gpu(self, num_slots: int) -> None:
         begin, block_size = time.perf_counter(), self._pools.keys[0].shape[2]
         for batch in rehearsals(block_size, min(1024, self._model.config.max_positions - 8)):
             self.logits(self.forward(batch))
@@ -151,6 +161,11 @@ class TorchEngine:
         hidden = self._graphs.run(batch) if self._graphs is not None else None
         return self._compute(self._inputs(batch)) if hidden is None else hidden
 
+    def _enter(self, batch: Batch) -> tuple[Tensor, ForwardState]:
+        inputs = self._inputs(batch)
+        state = self._state(inputs)
+        return self._model.embed(inputs.token_ids, state), state
+
     def _inputs(self, batch: Batch) -> Inputs:
         token_ids = self._tensor(batch.token_ids)
         if batch.late_tokens is not None and batch.late_values is not None:
@@ -170,18 +185,21 @@ class TorchEngine:
         )
 
     def _compute(self, inputs: Inputs) -> Tensor:
-        model, key_cache = self._model, self._pools.keys[0]
-        state = ForwardState(
+        state = self._state(inputs)
+        parts = self._layers(self._model.embed(inputs.token_ids, state), state)
+        return self._model.finish(*(part[inputs.logit_tokens] for part in parts))
+
+    def _state(self, inputs: Inputs) -> ForwardState:
+        key_cache, tables = self._pools.keys[0], self._model.rotations
+        return ForwardState(
             positions=inputs.positions,
-            rotations=[table[inputs.positions].to(self._dtype) for table in model.rotations],
+            rotations=[table[inputs.positions].to(self._dtype) for table in tables],
             rows=self._kernels.prepare_attention(inputs.rows, key_cache),
             kv_slots=self._kernels.prepare_kv_write(inputs.kv_slots, key_cache),
             key_caches=self._pools.keys,
             value_caches=self._pools.values,
             kv_scales=self._kv_scales,
         )
-        hidden: Tensor = model(inputs.token_ids, state, inputs.logit_tokens)
-        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

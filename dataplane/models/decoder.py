@@ -102,7 +102,10 @@ def turning_rows(head_dim: int, rotary_dim: int, num_turning: int, num_other: in
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the MLP, each normalised before and added to what came in."""
+    """Attention, then the MLP, each normalised before and added to what came in.
+
+    What the layers pass on is the sum of two: the next norm adds them as it reads them.
+    """
 
     def __init__(
         self, config: DecoderConfig, layer: int, weights: Weights, kernels: Kernels, split: Split
@@ -115,11 +118,13 @@ class DecoderLayer(nn.Module):
         inner, bias, fused = config.inner_size, config.mlp_bias, config.fused
         self.mlp = GatedMlp(weights, f"{name}.mlp", size, inner, bias, kernels, split, fused)
 
-    def forward(self, hidden: Tensor, state: ForwardState) -> Tensor:
-        attended = self.attention(self.attention_norm(hidden), state)
-        normed, hidden = self.mlp_norm.after_adding(attended, hidden)
-        added: Tensor = hidden + self.mlp(normed)
-        return added
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, state: ForwardState
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = self.attention_norm.after_adding(hidden, residual)
+        attended = self.attention(normed, state)
+        normed, residual = self.mlp_norm.after_adding(attended, residual)
+        return self.mlp(normed), residual
 
 
 MakeLayer = Callable[[DecoderConfig, int, Weights, Kernels, Split], nn.Module]
@@ -155,13 +160,19 @@ class Decoder(Model):
         head = embedding if config.tied else weights.take_matrix("lm_head.weight", shape, own)
         self.head = VocabularyHead(head, split, kernels)
 
-    def forward(self, token_ids: Tensor, state: ForwardState, logit_tokens: Tensor) -> Tensor:
-        hidden = self.embedding(token_ids)
-        if self.config.embedding_scale is not None:
-            hidden = hidden * self.config.embedding_scale
+    def embed(self, token_ids: Tensor, state: ForwardState) -> Tensor:
+        hidden: Tensor = self.embedding(token_ids)
+        scale = self.config.embedding_scale
+        return hidden if scale is None else hidden * scale
+
+    def body(self, hidden: Tensor, state: ForwardState) -> tuple[Tensor, ...]:
+        residual: Tensor | None = None
         for layer in self.layers:
-            hidden = layer(hidden, state)
-        normed: Tensor = self.norm(hidden[logit_tokens])
+            hidden, residual = layer(hidden, residual, state)
+        return (hidden,) if residual is None else (hidden, residual)
+
+    def finish(self, *parts: Tensor) -> Tensor:
+        normed, _ = self.norm.after_adding(*parts)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -67,11 +67,13 @@ class Gemma3Layer(nn.Module):
         inner = config.inner_size
         self.mlp = GatedMlp(weights, f"{name}.mlp", size, inner, False, kernels, split, gelu=True)
 
-    def forward(self, hidden: Tensor, state: ForwardState) -> Tensor:
-        attended = self.after_attention(self.attention(self.before_attention(hidden), state))
-        normed, hidden = self.before_mlp.after_adding(attended, hidden)
-        added: Tensor = hidden + self.after_mlp(self.mlp(normed))
-        return added
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, state: ForwardState
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = self.before_attention.after_adding(hidden, residual)
+        attended = self.after_attention(self.attention(normed, state))
+        normed, residual = self.before_mlp.after_adding(attended, residual)
+        return self.after_mlp(self.mlp(normed)), residual
 
 
 def _completed(files: ModelFiles) -> ModelFiles:

@@ -189,8 +189,10 @@ class RmsNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         return self._kernels.rms_norm(hidden, self.weight, self._epsilon)
 
-    def after_adding(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised sum of the two, and the sum."""
+    def after_adding(self, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The normalised sum of the two, and the sum; without `residual` that is `hidden`."""
+        if residual is None:
+            return self(hidden), hidden
         return self._kernels.add_rms_norm(hidden, residual, self.weight, self._epsilon)
 
 

@@ -156,11 +156,17 @@ class LearnedDecoder(Model):
         self.head = VocabularyHead(embedding, split, kernels)
         self.register_buffer("rotations", torch.zeros(0, 0, config.head_dim), persistent=False)
 
-    def forward(self, token_ids: Tensor, state: ForwardState, logit_tokens: Tensor) -> Tensor:
-        hidden = self.embedding(token_ids) + self.positions(state.positions)
+    def embed(self, token_ids: Tensor, state: ForwardState) -> Tensor:
+        embedded: Tensor = self.embedding(token_ids) + self.positions(state.positions)
+        return embedded
+
+    def body(self, hidden: Tensor, state: ForwardState) -> tuple[Tensor, ...]:
         for layer in self.layers:
             hidden = layer(hidden, state)
-        normed: Tensor = self.norm(hidden[logit_tokens])
+        return (hidden,)
+
+    def finish(self, *parts: Tensor) -> Tensor:
+        normed: Tensor = self.norm(*parts)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

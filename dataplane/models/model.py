@@ -35,6 +35,19 @@ class Model(nn.Module):
 
     def forward(self, token_ids: Tensor, state: ForwardState, logit_tokens: Tensor) -> Tensor:
         """The final hidden states at `logit_tokens`: ``[num_logits, hidden_size]``."""
+        parts = self.body(self.embed(token_ids, state), state)
+        return self.finish(*(part[logit_tokens] for part in parts))
+
+    def embed(self, token_ids: Tensor, state: ForwardState) -> Tensor:
+        """What the first layer reads: ``[num_tokens, hidden_size]``."""
+        raise NotImplementedError
+
+    def body(self, hidden: Tensor, state: ForwardState) -> tuple[Tensor, ...]:
+        """All layers. Their result is the sum of the parts, each ``[num_tokens, hidden_size]``."""
+        raise NotImplementedError
+
+    def finish(self, *parts: Tensor) -> Tensor:
+        """The final hidden states of some tokens, from what `body` returned for them."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ GROUP_BYTES_4: (
     int  # of a panel's group of 32 steps in integers of 4 bits, its scales and offsets included
 )
 GROUP_BYTES_8: int
+OPERATIONS: dict[str, tuple[int, str]]  # index and arguments; csrc/module.c says what the letters mean
 
 def pack(weight: int, out_size: int, in_size: int, panels: int, /) -> None: ...
 def linear(
@@ -77,6 +78,9 @@ def attention(
     output: int,
     /,
 ) -> None: ...
+def replay(words: int, count: int, tokens: int, arena: int, given: int, /) -> None:
+    """The operations of a `recorded.Program`: `count` words, then what differs between forwards."""
+
 def set_threads(threads: int, /) -> None:
     """How many threads compute, the caller's included. Raises ValueError beyond 256."""
 

@@ -19,6 +19,7 @@ from octavo.kernels.cpu import kv_write as torch_kv_write
 from octavo.kernels.cpu import linear as torch_linear
 from octavo.kernels.cpu import paged_attention as torch_attention
 from octavo.kernels.cpu import rms_norm as torch_rms_norm
+from octavo.kernels.cpu.recorded import call
 from octavo.kernels.reference.silu_mul import silu_mul as torch_silu_mul
 from octavo.kernels.rows import PLAIN, AttentionForm, AttentionRows, KvScales
 
@@ -109,8 +110,16 @@ def linear(hidden: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         raise ValueError(f"a product of {in_size} {hidden.dtype} with {weight.in_size} float32 columns")
     output = torch.empty(rows, weight.out_size)
     added = 0 if bias is None else bias.data_ptr()
-    _native.linear(
-        hidden.data_ptr(), rows, in_size, weight.out_size, weight.address, added, output.data_ptr()
+    call(
+        (hidden, weight, bias, output),
+        _native.linear,
+        hidden.data_ptr(),
+        rows,
+        in_size,
+        weight.out_size,
+        weight.address,
+        added,
+        output.data_ptr(),
     )
     return output
 
@@ -121,7 +130,9 @@ def _linear_of_integers(hidden: Tensor, weight: PackedIntegers, bias: Tensor | N
         raise ValueError(f"a product of {in_size} {hidden.dtype} with {weight.groups * 32} columns")
     output = torch.empty(rows, weight.out_size)
     added = 0 if bias is None else bias.data_ptr()
-    _native.linear_grouped(
+    call(
+        (hidden, weight, bias, output),
+        _native.linear_grouped,
         hidden.data_ptr(),
         rows,
         weight.groups,
@@ -140,7 +151,9 @@ def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return torch_rms_norm.rms_norm(hidden, weight, epsilon)
     rows, size = hidden.shape
     normed = torch.empty(rows, size)
-    _native.norm(hidden.data_ptr(), 0, weight.data_ptr(), rows, size, epsilon, normed.data_ptr(), 0)
+    held = (hidden, weight, normed)
+    addresses = (hidden.data_ptr(), 0, weight.data_ptr())
+    call(held, _native.norm, *addresses, rows, size, epsilon, normed.data_ptr(), 0)
     return normed
 
 
@@ -152,7 +165,9 @@ def add_rms_norm(
         return torch_rms_norm.add_rms_norm(hidden, residual, weight, epsilon)
     rows, size = hidden.shape
     normed, total = torch.empty(rows, size), torch.empty(rows, size)
-    _native.norm(
+    call(
+        (hidden, residual, weight, normed, total),
+        _native.norm,
         hidden.data_ptr(),
         residual.data_ptr(),
         weight.data_ptr(),
@@ -171,7 +186,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return torch_silu_mul(gate_up)
     rows, both = gate_up.shape
     output = torch.empty(rows, both // 2)
-    _native.gate(gate_up.data_ptr(), rows, both // 2, output.data_ptr())
+    call((gate_up, output), _native.gate, gate_up.data_ptr(), rows, both // 2, output.data_ptr())
     return output
 
 
@@ -224,14 +239,17 @@ def rotary_kv_write(
     tokens, all_heads, head_dim = heads.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
     query = torch.empty(tokens, all_heads - 2 * num_kv_heads, head_dim)
-    _native.rotary(
+    rotations = rotations.contiguous()
+    call(
+        (heads, rotations, key_cache, value_cache, query),
+        _native.rotary,
         heads.data_ptr(),
         tokens,
         all_heads - 2 * num_kv_heads,
         num_kv_heads,
         head_dim,
         block_size,
-        rotations.contiguous().data_ptr(),
+        rotations.data_ptr(),
         kv_slots.address,
         key_cache.data_ptr(),
         value_cache.data_ptr(),
@@ -289,7 +307,9 @@ def paged_attention(
         )
     _, num_kv_heads, block_size, _ = key_cache.shape
     output = torch.empty(tokens, num_heads, head_dim)
-    _native.attention(
+    call(
+        (query, key_cache, value_cache, output),
+        _native.attention,
         query.data_ptr(),
         tokens,
         num_heads,

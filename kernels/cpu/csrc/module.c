@@ -35,33 +35,40 @@ static void find_sets(void) {
 
 /* -- arguments -------------------------------------------------------------------------------------- */
 
-static int check_count(const char *name, Py_ssize_t count, Py_ssize_t wanted) {
-    if (count != wanted)
-        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, wanted, count);
-    return count == wanted;
+/* An argument of an operation, as Python or a program gives it. */
+typedef union {
+    int64_t integer;
+    void *address;
+    double number;
+} word;
+
+static int64_t integer(word value) { return value.integer; }
+static float *floats(word value) { return value.address; }
+static int64_t *integers(word value) { return value.address; }
+static float number(word value) { return (float)value.number; }
+
+#define MOST_ARGUMENTS 20
+
+/* Each takes its words and returns 0, or -1: no memory. */
+#define OPERATION(name) static int run_##name(const word *a)
+
+/* Lets other Python threads run during products of more than LONG_PRODUCT multiplications; NULL where
+ * nothing is to be given back, as in a program, which runs without the lock as a whole. */
+static PyThreadState *unlock(int64_t multiplications) {
+    return multiplications > LONG_PRODUCT && PyGILState_Check() ? PyEval_SaveThread() : NULL;
 }
 
-/* Errors are looked for once, after all arguments: PyErr_Occurred. */
-static int64_t integer(PyObject *value) { return PyLong_AsLongLong(value); }
-static float *floats(PyObject *value) { return PyLong_AsVoidPtr(value); }
-static int64_t *integers(PyObject *value) { return PyLong_AsVoidPtr(value); }
-static float number(PyObject *value) { return (float)PyFloat_AsDouble(value); }
-
-#define FUNCTION(name) static PyObject *name(PyObject *self, PyObject *const *a, Py_ssize_t count)
-#define WANT(name, wanted)                                                                                \
-    (void)self;                                                                                           \
-    if (!check_count(name, count, wanted))                                                                \
-    return NULL
+static void lock(PyThreadState *state) {
+    if (state)
+        PyEval_RestoreThread(state);
+}
 
 /* -- operations ------------------------------------------------------------------------------------- */
 
-FUNCTION(py_pack) {
-    WANT("pack", 4);
+OPERATION(pack) {
     const float *weight = floats(a[0]);
     int64_t out_size = integer(a[1]), in_size = integer(a[2]);
     float *panels = floats(a[3]);
-    if (PyErr_Occurred())
-        return NULL;
     int64_t columns = (out_size + PANEL - 1) / PANEL * PANEL;
 #ifdef MADV_HUGEPAGE
     /* Few large pages: weights are read from end to end. Where this is refused nothing is lost. */
@@ -74,11 +81,10 @@ FUNCTION(py_pack) {
         for (int64_t k = 0; k < in_size; k++)
             panels[n / PANEL * PANEL * in_size + k * PANEL + n % PANEL] =
                 n < out_size ? weight[n * in_size + k] : 0.0f;
-    Py_RETURN_NONE;
+    return 0;
 }
 
-FUNCTION(py_linear) {
-    WANT("linear", 7);
+OPERATION(linear) {
     linear_args args = {.input = floats(a[0]),
                         .rows = integer(a[1]),
                         .in_size = integer(a[2]),
@@ -86,20 +92,14 @@ FUNCTION(py_linear) {
                         .panels = floats(a[4]),
                         .bias = floats(a[5]),
                         .output = floats(a[6])};
-    if (PyErr_Occurred())
-        return NULL;
     int64_t most = CHUNK_BYTES / (4 * args.in_size), chunks;
     most = most < 24 ? 24 : most;
     chunks = (args.rows + most - 1) / most;
     args.chunk_rows = chunks > 0 ? (args.rows + chunks - 1) / chunks : 1;
-    if (args.rows * args.in_size * args.out_size > LONG_PRODUCT) {
-        Py_BEGIN_ALLOW_THREADS
-        chosen->linear(&args);
-        Py_END_ALLOW_THREADS
-    } else {
-        chosen->linear(&args);
-    }
-    Py_RETURN_NONE;
+    PyThreadState *state = unlock(args.rows * args.in_size * args.out_size);
+    chosen->linear(&args);
+    lock(state);
+    return 0;
 }
 
 /* integers [out_size][groups][GROUP_DEPTH * bits / 8], as GroupedMatrix has them; scales, zeros
@@ -121,25 +121,21 @@ static void pack_row(const uint8_t *integers, int bits, const float *scales, con
     }
 }
 
-FUNCTION(py_pack_grouped) {
-    WANT("pack_grouped", 7);
+OPERATION(pack_grouped) {
     const uint8_t *integers = (const uint8_t *)floats(a[0]);
     int bits = (int)integer(a[1]);
     const float *scales = floats(a[2]), *zeros = floats(a[3]);
     int64_t out_size = integer(a[4]), groups = integer(a[5]);
     uint8_t *panels = (uint8_t *)floats(a[6]);
-    if (PyErr_Occurred())
-        return NULL;
     int64_t row_bytes = groups * GROUP_DEPTH * bits / 8, size = groups * group_bytes(bits);
     memset(panels, 0, (size_t)((out_size + PANEL - 1) / PANEL * size));
     for (int64_t n = 0; n < out_size; n++)
         pack_row(integers + n * row_bytes, bits, scales + n * groups, zeros ? zeros + n * groups : NULL,
                  groups, (int)(n % PANEL), panels + n / PANEL * size);
-    Py_RETURN_NONE;
+    return 0;
 }
 
-FUNCTION(py_linear_grouped) {
-    WANT("linear_grouped", 8);
+OPERATION(linear_grouped) {
     grouped_args args = {.input = floats(a[0]),
                          .rows = integer(a[1]),
                          .groups = integer(a[2]),
@@ -148,20 +144,13 @@ FUNCTION(py_linear_grouped) {
                          .panels = (const uint8_t *)floats(a[5]),
                          .bias = floats(a[6]),
                          .output = floats(a[7])};
-    if (PyErr_Occurred())
-        return NULL;
-    if (args.rows * args.groups * GROUP_DEPTH * args.out_size > LONG_PRODUCT) {
-        Py_BEGIN_ALLOW_THREADS
-        chosen->grouped(&args);
-        Py_END_ALLOW_THREADS
-    } else {
-        chosen->grouped(&args);
-    }
-    Py_RETURN_NONE;
+    PyThreadState *state = unlock(args.rows * args.groups * GROUP_DEPTH * args.out_size);
+    chosen->grouped(&args);
+    lock(state);
+    return 0;
 }
 
-FUNCTION(py_norm) {
-    WANT("norm", 8);
+OPERATION(norm) {
     norm_args args = {.hidden = floats(a[0]),
                       .residual = floats(a[1]),
                       .weight = floats(a[2]),
@@ -170,23 +159,17 @@ FUNCTION(py_norm) {
                       .epsilon = number(a[5]),
                       .normed = floats(a[6]),
                       .total = floats(a[7])};
-    if (PyErr_Occurred())
-        return NULL;
     chosen->norm(&args);
-    Py_RETURN_NONE;
+    return 0;
 }
 
-FUNCTION(py_gate) {
-    WANT("gate", 4);
+OPERATION(gate) {
     gate_args args = {floats(a[0]), integer(a[1]), integer(a[2]), floats(a[3])};
-    if (PyErr_Occurred())
-        return NULL;
     chosen->gate(&args);
-    Py_RETURN_NONE;
+    return 0;
 }
 
-FUNCTION(py_rotary) {
-    WANT("rotary", 11);
+OPERATION(rotary) {
     rotary_args args = {.heads = floats(a[0]),
                         .tokens = integer(a[1]),
                         .num_heads = integer(a[2]),
@@ -198,14 +181,11 @@ FUNCTION(py_rotary) {
                         .keys = floats(a[8]),
                         .values = floats(a[9]),
                         .query = floats(a[10])};
-    if (PyErr_Occurred())
-        return NULL;
     chosen->rotary(&args);
-    Py_RETURN_NONE;
+    return 0;
 }
 
-FUNCTION(py_attention) {
-    WANT("attention", 17);
+OPERATION(attention) {
     attention_args args = {.query = floats(a[0]),
                            .tokens = integer(a[1]),
                            .num_heads = integer(a[2]),
@@ -224,22 +204,145 @@ FUNCTION(py_attention) {
                            .output = floats(a[16])};
     int64_t window = integer(a[14]);
     args.window = window > 0 ? window : INT64_MAX;
+    return chosen->attention(&args);
+}
+
+/* -- calls and programs ----------------------------------------------------------------------------- */
+
+/* What each operation takes, a letter per argument:
+ *   r  address of what a forward computes or brings and the operation reads; 0: nothing
+ *   w  address of what the operation computes; 0: nothing
+ *   k  address of what outlives forwards: weights, caches; 0: nothing
+ *   t  how many rows r and w have: a multiple of the forward's tokens
+ *   b  a number that the forward brings: sequences
+ *   n  a number of the model's
+ *   x  the same, in floating point */
+#define OPERATIONS(EACH)                                                                                  \
+    EACH(pack, "knnk")                                                                                    \
+    EACH(pack_grouped, "knkknnk")                                                                         \
+    EACH(linear, "rtnnkkw")                                                                               \
+    EACH(linear_grouped, "rtnnnkkw")                                                                      \
+    EACH(norm, "rrktnxww")                                                                                \
+    EACH(gate, "rtnw")                                                                                    \
+    EACH(rotary, "rtnnnnrrkkw")                                                                           \
+    EACH(attention, "rtnnnnkkbrrrrxnxw")
+
+static int check_count(const char *name, Py_ssize_t count, Py_ssize_t wanted) {
+    if (count != wanted)
+        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, wanted, count);
+    return count == wanted;
+}
+
+#define FUNCTION(name) static PyObject *name(PyObject *self, PyObject *const *a, Py_ssize_t count)
+#define WANT(name, wanted)                                                                                \
+    (void)self;                                                                                           \
+    if (!check_count(name, count, wanted))                                                                \
+    return NULL
+
+typedef struct {
+    const char *name, *takes;
+    int (*run)(const word *);
+} operation;
+
+#define ROW(name, takes) {#name, takes, run_##name},
+static const operation table[] = {OPERATIONS(ROW){NULL, NULL, NULL}};
+#define INDEX(name, takes) INDEX_##name,
+enum { OPERATIONS(INDEX) };
+
+static PyObject *call(const operation *called, PyObject *const *given, Py_ssize_t count) {
+    word words[MOST_ARGUMENTS];
+    if (!check_count(called->name, count, (Py_ssize_t)strlen(called->takes)))
+        return NULL;
+    for (int i = 0; called->takes[i]; i++)
+        if (called->takes[i] == 'x')
+            words[i].number = PyFloat_AsDouble(given[i]);
+        else
+            words[i].integer = PyLong_AsLongLong(given[i]);
     if (PyErr_Occurred())
         return NULL;
-    if (chosen->attention(&args))
+    if (called->run(words))
         return PyErr_NoMemory();
     Py_RETURN_NONE;
+}
+
+#define CALL(name, takes)                                                                                 \
+    FUNCTION(py_##name) {                                                                                 \
+        (void)self;                                                                                       \
+        return call(&table[INDEX_##name], a, count);                                                      \
+    }
+OPERATIONS(CALL)
+
+/* Where a program's argument comes from; ../recorded.py writes them. */
+enum { CONSTANT, PER_TOKEN, IN_ARENA, GIVEN };
+
+typedef struct {
+    const int64_t *words; /* per operation its index in `table`, then per argument a source and a value */
+    int64_t count;        /* of words */
+    int64_t tokens;
+    char *arena;          /* of what operations compute for later ones */
+    const int64_t *given; /* numbers and addresses of this forward */
+} program;
+
+static word resolve(const program *run, int64_t source, int64_t value) {
+    word word = {.integer = value};
+    if (source == PER_TOKEN)
+        word.integer = value * run->tokens;
+    else if (source == IN_ARENA)
+        word.address = run->arena + value * run->tokens;
+    else if (source == GIVEN)
+        word.integer = run->given[value];
+    return word;
+}
+
+static int run_program(const program *run) {
+    word words[MOST_ARGUMENTS];
+    for (const int64_t *at = run->words, *end = at + run->count; at < end;) {
+        const operation *next = &table[*at++];
+        for (int i = 0; next->takes[i]; i++, at += 2)
+            words[i] = resolve(run, at[0], at[1]);
+        if (next->run(words))
+            return -1;
+    }
+    return 0;
+}
+
+FUNCTION(py_replay) {
+    WANT("replay", 5);
+    program run = {.words = PyLong_AsVoidPtr(a[0]),
+                   .count = PyLong_AsLongLong(a[1]),
+                   .tokens = PyLong_AsLongLong(a[2]),
+                   .arena = PyLong_AsVoidPtr(a[3]),
+                   .given = PyLong_AsVoidPtr(a[4])};
+    if (PyErr_Occurred())
+        return NULL;
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = run_program(&run);
+    Py_END_ALLOW_THREADS
+    return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
+}
+
+/* {name: (index, takes)} */
+static PyObject *described(void) {
+    PyObject *all = PyDict_New();
+    for (int i = 0; all && table[i].name; i++) {
+        PyObject *one = Py_BuildValue("is", i, table[i].takes);
+        if (!one || PyDict_SetItemString(all, table[i].name, one))
+            Py_CLEAR(all);
+        Py_XDECREF(one);
+    }
+    return all;
 }
 
 /* -- settings --------------------------------------------------------------------------------------- */
 
 FUNCTION(py_set_threads) {
     WANT("set_threads", 1);
-    int64_t threads = integer(a[0]);
+    long long threads = PyLong_AsLongLong(a[0]);
     if (PyErr_Occurred())
         return NULL;
     if (threads < 1 || threads > POOL_MAX_MEMBERS)
-        return PyErr_Format(PyExc_ValueError, "threads is %lld, not 1 to %d", (long long)threads,
+        return PyErr_Format(PyExc_ValueError, "threads is %lld, not 1 to %d", threads,
                             POOL_MAX_MEMBERS);
     pool_set_members((int)threads);
     Py_RETURN_NONE;
@@ -273,14 +376,9 @@ FUNCTION(py_use_instruction_set) {
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 
-static PyMethodDef methods[] = {METHOD(pack),
-                                METHOD(linear),
-                                METHOD(pack_grouped),
-                                METHOD(linear_grouped),
-                                METHOD(norm),
-                                METHOD(gate),
-                                METHOD(rotary),
-                                METHOD(attention),
+#define ENTRY(name, takes) METHOD(name),
+
+static PyMethodDef methods[] = {OPERATIONS(ENTRY) METHOD(replay),
                                 METHOD(set_threads),
                                 METHOD(instruction_sets),
                                 METHOD(use_instruction_set),
@@ -296,5 +394,9 @@ PyMODINIT_FUNC PyInit__native(void) {
                    PyModule_AddIntConstant(module, "GROUP_BYTES_4", group_bytes(4)) ||
                    PyModule_AddIntConstant(module, "GROUP_BYTES_8", group_bytes(8))))
         Py_CLEAR(module);
+    PyObject *all = module ? described() : NULL;
+    if (module && (!all || PyModule_AddObjectRef(module, "OPERATIONS", all)))
+        Py_CLEAR(module);
+    Py_XDECREF(all);
     return module;
 }
