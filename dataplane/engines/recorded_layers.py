@@ -30,33 +30,29 @@ _MOST_TOKENS = 7
 class RecordedLayers:
     """A model's layers over one set of pools."""
 
-    def __init__(self, recorded: Recorded, layers: Layers) -> None:
-        """
-        Args:
-            layers: unrecorded.
-        """
-        self._recorded, self._layers = recorded, layers
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded = recorded
 
     def __call__(self, hidden: Tensor, state: ForwardState) -> tuple[Tensor, ...]:
-        if not len(hidden):
-            return self._layers(hidden, state)
         return self._recorded.run(_brought(hidden, state))
 
 
-def record_layers(layers: Layers, record: Record, prepare: Prepare, block_size: int) -> Layers:
-    """The layers recorded; where that cannot be, as they are. Overwrites slots of the first blocks.
+def record_layers(layers: Layers, record: Record, prepare: Prepare, pool: Tensor) -> Layers:
+    """The layers recorded; where that cannot be, as they are. Overwrites the pools' first blocks.
 
     Args:
         prepare: from a batch to what the layers take; always with the same pools.
+        pool: one of them.
     """
-    given = [prepare(batch) for batch in _rehearsals(block_size)]
+    num_blocks, _, block_size, _ = pool.shape
+    given = [prepare(batch) for batch in _rehearsals(num_blocks * block_size, block_size)]
     hidden, state = given[0]
     try:
         recorded = record(lambda: layers(hidden, state), _brought(hidden, state))
     except RecordingError as reason:
         log.debug("layers run operation by operation: %s", reason)
         return layers
-    candidate = RecordedLayers(recorded, layers)
+    candidate = RecordedLayers(recorded)
     for hidden, state in given:
         wanted, found = (_effects(one, hidden, state) for one in (layers, candidate))
         if not all(map(torch.equal, wanted, found)):
@@ -77,8 +73,9 @@ def _effects(layers: Layers, hidden: Tensor, state: ForwardState) -> list[Tensor
     return [part.clone().view(torch.int32) for part in (*results, *stored)]
 
 
-def _rehearsals(block_size: int) -> Iterator[Batch]:
-    """Small batches of chunks and decodes that store each token in a slot of its own."""
+def _rehearsals(num_slots: int, block_size: int) -> Iterator[Batch]:
+    """Batches of chunks and decodes that store each token in a slot of its own, where there is one."""
     for contexts, counts in _ROWS:
         batch = rows_in_one_block(contexts, counts, block_size)
-        yield replace(batch, kv_slots=np.arange(sum(counts), dtype=np.int32))
+        slots = np.arange(sum(counts), dtype=np.int32)
+        yield replace(batch, kv_slots=np.where(slots < num_slots, slots, np.int32(-1)))

@@ -132,13 +132,11 @@ class TorchEngine:
 
     @torch.inference_mode()
     def warm_up(self, num_slots: int) -> None:
+        record, alone = self._kernels.record, self._model.split.collectives.shard.size == 1
         if self._device.type == "cuda":
             self._warm_up_gpu(num_slots)
-        elif self._kernels.record is not None and self._model.split.collectives.shard.size == 1:
-            block_size = self._pools.keys[0].shape[2]
-            self._layers = record_layers(
-                self._model.body, self._kernels.record, self._enter, block_size
-            )
+        elif record is not None and self._kv_dtype is torch.float32 and alone:
+            self._layers = record_layers(self._model.body, record, self._enter, self._pools.keys[0])
 
     def _warm_up_gpu(self, num_slots: int) -> None:
         begin, block_size = time.perf_counter(), self._pools.keys[0].shape[2]

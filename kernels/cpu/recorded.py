@@ -121,7 +121,10 @@ class _Recording:
         """Raises RecordingError."""
         self._calls, self._held = notes.calls, notes.held
         self._tokens, self._results = len(brought.hidden), results
-        sizes = {item.data_ptr(): item.nbytes for item in notes.held if isinstance(item, Tensor)}
+        sizes: dict[int, int] = {}
+        for item in notes.held:
+            if isinstance(item, Tensor):  # some are views of the beginning of others
+                sizes[item.data_ptr()] = max(item.nbytes, sizes.get(item.data_ptr(), 0))
         written = {address for call in self._calls for address in call.of("w")}
         self._sizes = {address: self._per_token(sizes[address]) for address in written}
         count, *brings = _given(brought)

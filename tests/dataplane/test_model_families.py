@@ -22,6 +22,7 @@ from octavo.common.modelfiles import ModelError, ModelFiles, open_model
 from octavo.dataplane.engine import Engine
 from octavo.dataplane.engines.choice import load_engine
 from octavo.dataplane.engines.openvino.engine import OpenVinoEngine
+from octavo.dataplane.engines.recorded_layers import RecordedLayers
 from octavo.dataplane.engines.torch_engine import TorchEngine
 from octavo.dataplane.loading.weights import open_weights
 from octavo.dataplane.models import registry
@@ -35,6 +36,9 @@ from octavo.kernels.table import CPU
 
 # The torch engine with the native kernels, as it is on CPUs; with torch's own; OpenVINO.
 ENGINES = ("torch", "torch-without-native", "openvino")
+# Between the operations of the others torch computes: norms of heads, GELU, LayerNorm.
+RECORDED = ("llama", "mistral", "qwen2", "phi3")
+BOTH = prompt_of(101)[:98], prompt_of(70, 1)
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -199,16 +203,9 @@ def same_threads() -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("engine_name", ENGINES)
-@pytest.mark.parametrize("name", CASES)
-def test_logits_equal_hugging_face(
-    case: Callable[[str], tuple[Any, ModelFiles]], name: str, engine_name: str
-) -> None:
-    """Two sequences in permuted blocks: chunks of one beside chunks and decodes of the other."""
-    model, files = case(name)
-    engine = engine_of(files, engine_name)
-    engine.make_pools(9, SIZE, 0)
-    first, second = prompt_of(101), prompt_of(70, 1)
+def chunks_and_decodes(engine: Engine) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of BOTH in permuted blocks: chunks of one beside chunks and decodes of the other."""
+    first, second = BOTH
     tables = [7, 2, 8, 4], [0, 5, 3]
     found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     steps = [((0, 41), (0, 64)), ((41, 96), (64, 65)), ((96, 97), (65, 69)), ((97, 98), (69, 70))]
@@ -221,10 +218,33 @@ def test_logits_equal_hugging_face(
         logits = engine.logits(engine.forward(batch_of_rows(rows, list(range(sum(counts))))))
         for part, own in zip(torch.split(logits, counts), found, strict=True):
             own.append(part)
-    for tokens, parts in zip((first[:98], second), found, strict=True):
+    return torch.cat(found[0]), torch.cat(found[1])
+
+
+@pytest.mark.parametrize("engine_name", ENGINES)
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_hugging_face(
+    case: Callable[[str], tuple[Any, ModelFiles]], name: str, engine_name: str
+) -> None:
+    model, files = case(name)
+    engine = engine_of(files, engine_name)
+    engine.make_pools(9, SIZE, 0)
+    for tokens, found in zip(BOTH, chunks_and_decodes(engine), strict=True):
         wanted = hf_logits(model, tokens)
         assert wanted.std() > 0.3, "logits this small would agree with anything"
-        assert float((torch.cat(parts) - wanted).abs().max()) < 1e-4
+        assert float((found - wanted).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recorded_layers_compute_the_same_bits(
+    case: Callable[[str], tuple[Any, ModelFiles]], name: str
+) -> None:
+    engine = TorchEngine(case(name)[1], "cpu", "float32")
+    engine.make_pools(9, SIZE, 0)
+    wanted = chunks_and_decodes(engine)
+    engine.warm_up(2)
+    assert isinstance(engine._layers, RecordedLayers) == (name.split("-")[0] in RECORDED)
+    assert all(map(torch.equal, chunks_and_decodes(engine), wanted))
 
 
 def test_a_window_matters(case: Callable[[str], tuple[Any, ModelFiles]], tmp_path: Path) -> None:
