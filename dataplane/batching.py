@@ -70,7 +70,7 @@ def _check_rows(
     _check(lengths <= slots.max_model_len, row_slots, f"is beyond {slots.max_model_len} tokens")
     covered = slots.num_blocks[row_slots].astype(np.int64) * slots.block_size
     _check(starts + wide <= covered, row_slots, "has too short a block table")
-    if len(np.unique(row_slots)) != len(row_slots):
+    if len(set(row_slots.tolist())) != len(row_slots):
         raise PlanError("rows: a slot occurs twice")
     if int(wide.sum()) > max_tokens:
         raise PlanError(f"rows: {int(wide.sum())} tokens exceed the limit of {max_tokens}")

@@ -129,7 +129,8 @@ class Runner:
             self._engine.swap_in(plan.swap_in)
         if len(plan.copies):
             self._engine.copy_blocks(plan.copies)
-        self._slots.free(plan.free_slots)
+        if len(plan.free_slots):
+            self._slots.free(plan.free_slots)
         for admit in plan.admits:
             self._slots.admit(admit)
         for parent, child, sample in plan.forks.reshape(-1, 3).tolist():
@@ -137,14 +138,15 @@ class Runner:
         entries = (plan.table_slots, plan.table_indices, plan.table_blocks)
         for slot, index, block in zip(*(part.tolist() for part in entries), strict=True):
             self._slots.set_block(slot, index, block)
-        self._slots.push(plan.push_slots, plan.push_tokens)
+        if len(plan.push_slots):
+            self._slots.push(plan.push_slots, plan.push_tokens)
 
     # -- execute --------------------------------------------------------------------------------
 
     def _draws(self, plan: Plan, rows: Rows) -> tuple[Ints, Ints]:
         """The slots to draw for, and the row whose last position each draw is from."""
         drawn = np.concatenate((plan.decode_slots, plan.draw_slots))
-        if len(np.unique(drawn)) != len(drawn):
+        if len(set(drawn.tolist())) != len(drawn):
             raise PlanError("draws: a slot occurs twice")
         draw_rows = np.concatenate(
             (np.arange(len(plan.decode_slots), dtype=np.int32), rows.num_decodes + plan.draw_chunks)

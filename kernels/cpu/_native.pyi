@@ -81,6 +81,19 @@ def attention(
 def replay(words: int, count: int, tokens: int, arena: int, given: int, /) -> None:
     """The operations of a `recorded.Program`: `count` words, then what differs between forwards."""
 
+def fault_of_rows(
+    query_begins: int,
+    context_lens: int,
+    block_indices: int,
+    block_begins: int,
+    rows: int,
+    num_indices: int,
+    num_blocks: int,
+    block_size: int,
+    /,
+) -> int:
+    """0: nothing; 1: a block is not one of `num_blocks`; 2: a block table is too short for its row."""
+
 def set_threads(threads: int, /) -> None:
     """How many threads compute, the caller's included. Raises ValueError beyond 256."""
 

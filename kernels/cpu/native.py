@@ -279,15 +279,17 @@ def prepare_attention(rows: AttentionRows, key_cache: Tensor) -> PreparedRows:
         for array in (rows.query_begins, rows.context_lens, rows.block_indices, rows.block_begins)
     ]
     begins, contexts, blocks, tables = arrays
-    num_blocks, _, block_size, _ = key_cache.shape
-    if len(blocks) and not (int(blocks.min()) >= 0 and int(blocks.max()) < num_blocks):
-        raise IndexError(f"a block table names a block that a cache of {num_blocks} does not have")
-    queries = begins.diff()
-    if bool(((contexts + queries > tables.diff() * block_size) & (queries > 0)).any()):
-        raise IndexError("a block table is too short for its row")
-    checked = AttentionRows(begins, contexts, blocks, tables)
+    count, (num_blocks, _, block_size, _) = len(contexts), key_cache.shape
+    if not len(begins) == len(tables) == count + 1:
+        raise ValueError(f"{len(begins)} and {len(tables)} borders of {count} rows")
     first, second, third, fourth = (array.data_ptr() for array in arrays)
-    return PreparedRows(checked, len(contexts), (first, second, third, fourth), key_cache)
+    addresses = (first, second, third, fourth)
+    fault = _native.fault_of_rows(*addresses, count, len(blocks), num_blocks, block_size)
+    if fault == 1:
+        raise IndexError(f"a block table names a block that a cache of {num_blocks} does not have")
+    if fault == 2:
+        raise IndexError("a block table is too short for its row")
+    return PreparedRows(AttentionRows(begins, contexts, blocks, tables), count, addresses, key_cache)
 
 
 def paged_attention(

@@ -188,6 +188,8 @@ def test_tables_that_leave_the_cache_are_refused() -> None:
         rows = AttentionRows(one, context, torch.tensor(blocks), torch.tensor([0, len(blocks)]))
         with pytest.raises(IndexError, match=message):
             native.prepare_attention(rows, cache)
+    with pytest.raises(ValueError, match="2 and 3 borders of 1 rows"):
+        native.prepare_attention(AttentionRows(one, context, one, torch.tensor([0, 1, 2])), cache)
     with pytest.raises(IndexError, match="KV slot 16 in a cache of 4 blocks"):
         native.prepare_kv_write(torch.tensor([3, 16]), cache)
 

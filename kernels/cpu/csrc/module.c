@@ -272,6 +272,18 @@ static PyObject *call(const operation *called, PyObject *const *given, Py_ssize_
     }
 OPERATIONS(CALL)
 
+/* {name: (index, takes)} */
+static PyObject *described(void) {
+    PyObject *all = PyDict_New();
+    for (int i = 0; all && table[i].name; i++) {
+        PyObject *one = Py_BuildValue("is", i, table[i].takes);
+        if (!one || PyDict_SetItemString(all, table[i].name, one))
+            Py_CLEAR(all);
+        Py_XDECREF(one);
+    }
+    return all;
+}
+
 /* Where a program's argument comes from; ../recorded.py writes them. */
 enum { CONSTANT, PER_TOKEN, IN_ARENA, GIVEN };
 
@@ -322,16 +334,26 @@ FUNCTION(py_replay) {
     return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
 }
 
-/* {name: (index, takes)} */
-static PyObject *described(void) {
-    PyObject *all = PyDict_New();
-    for (int i = 0; all && table[i].name; i++) {
-        PyObject *one = Py_BuildValue("is", i, table[i].takes);
-        if (!one || PyDict_SetItemString(all, table[i].name, one))
-            Py_CLEAR(all);
-        Py_XDECREF(one);
+/* -- checks ----------------------------------------------------------------------------------------- */
+
+/* What is wrong with the rows of a forward: 0 nothing, 1 a block that the cache lacks, 2 a short table. */
+FUNCTION(py_fault_of_rows) {
+    WANT("fault_of_rows", 8);
+    const int64_t *begins = PyLong_AsVoidPtr(a[0]), *contexts = PyLong_AsVoidPtr(a[1]);
+    const int64_t *blocks = PyLong_AsVoidPtr(a[2]), *tables = PyLong_AsVoidPtr(a[3]);
+    int64_t rows = PyLong_AsLongLong(a[4]), indices = PyLong_AsLongLong(a[5]);
+    int64_t num_blocks = PyLong_AsLongLong(a[6]), block_size = PyLong_AsLongLong(a[7]);
+    if (PyErr_Occurred())
+        return NULL;
+    for (int64_t i = 0; i < indices; i++)
+        if (blocks[i] < 0 || blocks[i] >= num_blocks)
+            return PyLong_FromLong(1);
+    for (int64_t i = 0; i < rows; i++) {
+        int64_t queries = begins[i + 1] - begins[i], length = tables[i + 1] - tables[i];
+        if (queries > 0 && contexts[i] + queries > length * block_size)
+            return PyLong_FromLong(2);
     }
-    return all;
+    return PyLong_FromLong(0);
 }
 
 /* -- settings --------------------------------------------------------------------------------------- */
@@ -342,8 +364,7 @@ FUNCTION(py_set_threads) {
     if (PyErr_Occurred())
         return NULL;
     if (threads < 1 || threads > POOL_MAX_MEMBERS)
-        return PyErr_Format(PyExc_ValueError, "threads is %lld, not 1 to %d", threads,
-                            POOL_MAX_MEMBERS);
+        return PyErr_Format(PyExc_ValueError, "threads is %lld, not 1 to %d", threads, POOL_MAX_MEMBERS);
     pool_set_members((int)threads);
     Py_RETURN_NONE;
 }
@@ -379,6 +400,7 @@ FUNCTION(py_use_instruction_set) {
 #define ENTRY(name, takes) METHOD(name),
 
 static PyMethodDef methods[] = {OPERATIONS(ENTRY) METHOD(replay),
+                                METHOD(fault_of_rows),
                                 METHOD(set_threads),
                                 METHOD(instruction_sets),
                                 METHOD(use_instruction_set),
