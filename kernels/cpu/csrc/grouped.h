@@ -7,27 +7,29 @@
 
 #define HALF_PANEL (PANEL / 2)
 
-typedef uint8_t bytes __attribute__((vector_size(WIDTH)));
-
-/* Through 128 more, without sign: GCC 12 widens signed bytes, and bytes just loaded, one by one. */
-INLINE vec widen_byte_vector(const uint8_t *from) {
-    bytes packed;
-    memcpy(&packed, from, sizeof packed);
-    return __builtin_convertvector(__builtin_convertvector(packed ^ 128, ivec) - 128, vec);
+INLINE ivec load_integers(const uint8_t *from) {
+    ivec value;
+    memcpy(&value, from, sizeof value);
+    return value;
 }
 
-/* One step of depth: columns `column` .. of the panel's first half and the same of its second. */
-INLINE void unpack_step(const int bits, const uint8_t *step, int column, vec values[2]) {
+/* Four steps of depth of columns `column` .. of the panel's first half, and of the same of its second: in
+ * each lane a column's four integers, of 8 bits with 128 added. */
+INLINE void load_quad(const int bits, const uint8_t *quad, int column, ivec halves[2]) {
+    ivec first = load_integers(quad + 4 * column);
     if (bits == 4) {
-        bytes both;
-        memcpy(&both, step + column, sizeof both);
-        bytes low = both & 15, high = both >> 4;
-        values[0] = __builtin_convertvector(__builtin_convertvector(low, ivec), vec);
-        values[1] = __builtin_convertvector(__builtin_convertvector(high, ivec), vec);
+        halves[0] = first & 0x0f0f0f0f;
+        halves[1] = (first >> 4) & 0x0f0f0f0f;
     } else {
-        values[0] = widen_byte_vector(step + column);
-        values[1] = widen_byte_vector(step + HALF_PANEL + column);
+        halves[0] = first;
+        halves[1] = load_integers(quad + 4 * (HALF_PANEL + column));
     }
+}
+
+/* Step `k` of a quad. */
+INLINE vec step_of(const int bits, ivec quad, int k) {
+    ivec value = (quad >> (8 * k)) & 255;
+    return __builtin_convertvector(bits == 4 ? value : value - 128, vec);
 }
 
 typedef struct {
@@ -54,12 +56,14 @@ INLINE void fused_tile(const int rows, const int bits, const grouped_args *args,
         group_terms terms = load_terms(group, column);
         for (int64_t line = 0; column == 0 && line < size; line += 64)
             __builtin_prefetch(group + 4 * size + line, 0, 2);
-        for (int k = 0; k < GROUP_DEPTH; k++, step += PANEL * bits / 8) {
-            vec values[2];
-            unpack_step(bits, step, column, values);
-            UNROLL for (int v = 0; v < 2; v++) values[v] = values[v] * terms.scales[v] + terms.offsets[v];
-            UNROLL for (int r = 0; r < rows; r++)
-                UNROLL for (int v = 0; v < 2; v++) sums[r][v] += all(a[r * depth + k]) * values[v];
+        for (int quad = 0; quad < GROUP_DEPTH; quad += 4, step += PANEL * bits / 2) {
+            ivec halves[2];
+            load_quad(bits, step, column, halves);
+            UNROLL for (int k = 0; k < 4; k++)
+                UNROLL for (int v = 0; v < 2; v++) {
+                    vec values = step_of(bits, halves[v], k) * terms.scales[v] + terms.offsets[v];
+                    UNROLL for (int r = 0; r < rows; r++) sums[r][v] += all(a[r * depth + quad + k]) * values;
+                }
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
@@ -95,12 +99,13 @@ INLINE void unpack_group(const int bits, const uint8_t *group, float *to) {
     for (int column = 0; column < HALF_PANEL; column += WIDTH) {
         group_terms terms = load_terms(group, column);
         const uint8_t *step = group + TERMS_BYTES;
-        for (int k = 0; k < GROUP_DEPTH; k++, step += PANEL * bits / 8) {
-            vec values[2];
-            unpack_step(bits, step, column, values);
-            UNROLL for (int v = 0; v < 2; v++)
-                store(to + k * PANEL + v * HALF_PANEL + column,
-                      values[v] * terms.scales[v] + terms.offsets[v]);
+        for (int quad = 0; quad < GROUP_DEPTH; quad += 4, step += PANEL * bits / 2) {
+            ivec halves[2];
+            load_quad(bits, step, column, halves);
+            UNROLL for (int k = 0; k < 4; k++)
+                UNROLL for (int v = 0; v < 2; v++)
+                    store(to + (quad + k) * PANEL + v * HALF_PANEL + column,
+                          step_of(bits, halves[v], k) * terms.scales[v] + terms.offsets[v]);
         }
     }
 }
@@ -154,7 +159,7 @@ static void grouped_item(const void *opaque, int64_t item, int member) {
     grouped_panel(args, item % panels, first, args->rows * (chunk + 1) / chunks - first);
 }
 
-static void grouped(const grouped_args *args) {
+static void multiply_grouped(const grouped_args *args) {
     int64_t panels = (args->out_size + PANEL - 1) / PANEL, chunks = (args->rows + SUM_ROWS - 1) / SUM_ROWS;
     pool_run(grouped_item, args, chunks * panels);
 }
