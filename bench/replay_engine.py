@@ -46,6 +46,7 @@ def replay(recording: Recording, options: WorkerOptions) -> dict[str, Any]:
     reset, plans, recorded = recording.unpack()
     files, engine = make_engine(options)
     engine.make_pools(reset.num_blocks, reset.block_size, reset.num_cpu_blocks)
+    engine.warm_up(reset.num_slots)
     vocab_size = int(files.config["vocab_size"])
     runner = Epoch(reset, engine, kernels_for(device_of(engine)), vocab_size).runner
     results = [runner.run(plan, reset.rank) for plan in plans[: recording.first]]

@@ -19,7 +19,7 @@ from octavo.kernels.cpu import kv_write as torch_kv_write
 from octavo.kernels.cpu import linear as torch_linear
 from octavo.kernels.cpu import paged_attention as torch_attention
 from octavo.kernels.cpu import rms_norm as torch_rms_norm
-from octavo.kernels.cpu.recorded import call
+from octavo.kernels.cpu.recorded import invoke
 from octavo.kernels.reference.silu_mul import silu_mul as torch_silu_mul
 from octavo.kernels.rows import PLAIN, AttentionForm, AttentionRows, KvScales
 
@@ -116,7 +116,7 @@ def linear(hidden: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         raise ValueError(f"a product of {in_size} {hidden.dtype} with {weight.in_size} float32 columns")
     output = torch.empty(rows, weight.out_size)
     added = 0 if bias is None else bias.data_ptr()
-    call(
+    invoke(
         (hidden, weight, bias, output),
         _native.linear,
         hidden.data_ptr(),
@@ -136,7 +136,7 @@ def _linear_of_integers(hidden: Tensor, weight: PackedIntegers, bias: Tensor | N
         raise ValueError(f"a product of {in_size} {hidden.dtype} with {weight.groups * 32} columns")
     output = torch.empty(rows, weight.out_size)
     added = 0 if bias is None else bias.data_ptr()
-    call(
+    invoke(
         (hidden, weight, bias, output),
         _native.linear_grouped,
         hidden.data_ptr(),
@@ -160,7 +160,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     normed = torch.empty(rows, size)
     held = (hidden, weight, normed)
     addresses = (hidden.data_ptr(), 0, weight.data_ptr())
-    call(held, _native.norm, *addresses, rows, size, epsilon, normed.data_ptr(), 0)
+    invoke(held, _native.norm, *addresses, rows, size, epsilon, normed.data_ptr(), 0)
     return normed
 
 
@@ -172,7 +172,7 @@ def add_rms_norm(
         return torch_rms_norm.add_rms_norm(hidden, residual, weight, epsilon)
     rows, size = hidden.shape
     normed, total = torch.empty(rows, size), torch.empty(rows, size)
-    call(
+    invoke(
         (hidden, residual, weight, normed, total),
         _native.norm,
         hidden.data_ptr(),
@@ -193,7 +193,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return torch_silu_mul(gate_up)
     rows, both = gate_up.shape
     output = torch.empty(rows, both // 2)
-    call((gate_up, output), _native.gate, gate_up.data_ptr(), rows, both // 2, output.data_ptr())
+    invoke((gate_up, output), _native.gate, gate_up.data_ptr(), rows, both // 2, output.data_ptr())
     return output
 
 
@@ -247,7 +247,7 @@ def rotary_kv_write(
     _, num_kv_heads, block_size, _ = key_cache.shape
     query = torch.empty(tokens, all_heads - 2 * num_kv_heads, head_dim)
     rotations = rotations.contiguous()
-    call(
+    invoke(
         (heads, rotations, key_cache, value_cache, query),
         _native.rotary,
         heads.data_ptr(),
@@ -316,7 +316,7 @@ def paged_attention(
         )
     _, num_kv_heads, block_size, _ = key_cache.shape
     output = torch.empty(tokens, num_heads, head_dim)
-    call(
+    invoke(
         (query, key_cache, value_cache, output),
         _native.attention,
         query.data_ptr(),

@@ -53,7 +53,7 @@ class _Notes:
 _notes: ContextVar[_Notes | None] = ContextVar("_notes", default=None)
 
 
-def call(
+def invoke(
     held: Sequence[object], operation: Callable[P, None], *args: P.args, **kwargs: P.kwargs
 ) -> None:
     """Calls an operation of the extension, and notes it while its thread records.
@@ -108,10 +108,20 @@ class Program:
             self._arena = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
             self._arena = torch.empty(tokens * self.arena_bytes, dtype=torch.uint8)
         results = tuple(torch.empty(tokens, width) for width in self.widths)
-        given = np.array(_given(brought) + [result.data_ptr() for result in results])
+        addresses = [result.data_ptr() for result in results]
+        given = np.array([*_given(brought), *addresses], dtype=np.int64)
         words = self.words
         _native.replay(words.ctypes.data, len(words), tokens, self._arena.data_ptr(), given.ctypes.data)
         return results
+
+
+def _sizes(held: list[object]) -> dict[int, int]:
+    """Bytes at each address; some tensors are views of the beginning of others."""
+    sizes: dict[int, int] = {}
+    for item in held:
+        if isinstance(item, Tensor):
+            sizes[item.data_ptr()] = max(item.nbytes, sizes.get(item.data_ptr(), 0))
+    return sizes
 
 
 class _Recording:
@@ -121,14 +131,10 @@ class _Recording:
         """Raises RecordingError."""
         self._calls, self._held = notes.calls, notes.held
         self._tokens, self._results = len(brought.hidden), results
-        sizes: dict[int, int] = {}
-        for item in notes.held:
-            if isinstance(item, Tensor):  # some are views of the beginning of others
-                sizes[item.data_ptr()] = max(item.nbytes, sizes.get(item.data_ptr(), 0))
+        sizes = _sizes(notes.held)
         written = {address for call in self._calls for address in call.of("w")}
         self._sizes = {address: self._per_token(sizes[address]) for address in written}
-        count, *brings = _given(brought)
-        self._count = count
+        self._count, *brings = _given(brought)
         self._check(set(brings))
         self._check_results()
         given = brings + [result.data_ptr() for result in results]
@@ -191,10 +197,8 @@ class _Recording:
                 words.extend(self._word(role, value))
         widths = [result.shape[1] for result in self._results]
         fixed = {address for call in self._calls for address in call.of("k")}
-        held = [
-            item for item in self._held if not (isinstance(item, Tensor) and not _is_of(item, fixed))
-        ]
-        return Program(np.array(words), self._arena_bytes, widths, held)
+        held = [t for t in self._held if not isinstance(t, Tensor) or t.data_ptr() in fixed]
+        return Program(np.array(words, dtype=np.int64), self._arena_bytes, widths, held)
 
     def _word(self, role: str, value: int | float) -> tuple[int, int]:
         """The source and value of an argument."""
@@ -212,10 +216,6 @@ class _Recording:
         if number in self._places:
             return _GIVEN, self._places[number]
         return _IN_ARENA, self._offsets[number]
-
-
-def _is_of(tensor: Tensor, addresses: set[int]) -> bool:
-    return tensor.data_ptr() in addresses
 
 
 def _first_gap(taken: list[tuple[int, int, int]], size: int) -> int:
