@@ -58,6 +58,7 @@ def record_layers(layers: Layers, record: Record, prepare: Prepare, pool: Tensor
         if not all(map(torch.equal, wanted, found)):
             log.warning("layers run operation by operation: recorded they computed something else")
             return layers
+    log.info("recorded the layers: all of a forward are one call")
     return candidate
 
 

@@ -152,7 +152,7 @@ class TorchEngine:
 
     def drop_graphs(self) -> None:
         """From now on every forward is launched kernel by kernel."""
-        self._graphs = None
+        self._graphs, self._layers = None, self._model.body
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
