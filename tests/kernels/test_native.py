@@ -92,7 +92,7 @@ def test_products_with_integers(bits: int, zeros: bool) -> None:
         weight, bias = torch.from_numpy(matrix.values()).double(), torch.randn(out_size)
         hidden = torch.randn(230, 32 * groups)
         together = native.linear(hidden, packed, bias)
-        for rows in (0, 1, 2, 3, 4, 5, 13, 97, 230):
+        for rows in (0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 13, 16, 17, 97, 230):
             found = native.linear(hidden[:rows], packed, bias)
             assert torch.equal(found, together[:rows])
             wanted = hidden[:rows].double() @ weight.T + bias.double()

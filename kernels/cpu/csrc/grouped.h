@@ -2,7 +2,15 @@
  * column and GROUP_DEPTH steps of depth. Few rows use a panel's values as they are unpacked; for more
  * rows a part of the panel is unpacked into the first-level cache. Both give the same bits. */
 
-#define FUSED_ROWS 4 /* most rows of the first way */
+/* Most rows of a tile of the first way, whose sums stay in registers, and of the first way itself, which
+ * unpacks once for each tile. */
+#if TILE_ROWS >= 12
+#define FUSED_ROWS 10
+#define FEW_ROWS 16
+#else
+#define FUSED_ROWS 4
+#define FEW_ROWS 4
+#endif
 #define PART_GROUPS 4 /* groups of the second way's part */
 
 #define HALF_PANEL (PANEL / 2)
@@ -43,16 +51,16 @@ INLINE group_terms load_terms(const uint8_t *group, int column) {
     return terms;
 }
 
-INLINE void fused_tile(const int rows, const int bits, const grouped_args *args, const uint8_t *panel,
-                       int column, const float *bias, float *output) {
-    int64_t size = group_bytes(bits), depth = args->groups * GROUP_DEPTH;
+INLINE void fused_tile(const int rows, const int bits, int64_t groups, const float *input,
+                       const uint8_t *panel, int column, const float *bias, float *output) {
+    int64_t size = group_bytes(bits), depth = groups * GROUP_DEPTH;
     vec sums[FUSED_ROWS][2];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < 2; v++)
             sums[r][v] = load(bias + column + v * HALF_PANEL);
-    for (int64_t g = 0; g < args->groups; g++) {
+    for (int64_t g = 0; g < groups; g++) {
         const uint8_t *group = panel + g * size, *step = group + TERMS_BYTES;
-        const float *a = args->input + g * GROUP_DEPTH;
+        const float *a = input + g * GROUP_DEPTH;
         group_terms terms = load_terms(group, column);
         for (int64_t line = 0; column == 0 && line < size; line += 64)
             __builtin_prefetch(group + 4 * size + line, 0, 2);
@@ -70,26 +78,45 @@ INLINE void fused_tile(const int rows, const int bits, const grouped_args *args,
         UNROLL for (int v = 0; v < 2; v++) store(output + r * PANEL + column + v * HALF_PANEL, sums[r][v]);
 }
 
+typedef void (*fused_function)(int64_t groups, const float *input, const uint8_t *panel, const float *bias,
+                               float *output);
+
 #define FUSED(rows, bits)                                                                                 \
-    static void fused_##rows##_##bits(const grouped_args *args, const uint8_t *panel, const float *bias,  \
-                                      float *output) {                                                    \
+    static void fused_##rows##_##bits(int64_t groups, const float *input, const uint8_t *panel,           \
+                                      const float *bias, float *output) {                                 \
         for (int column = 0; column < HALF_PANEL; column += WIDTH)                                        \
-            fused_tile(rows, bits, args, panel, column, bias, output);                                    \
+            fused_tile(rows, bits, groups, input, panel, column, bias, output);                           \
     }
+#define FUSED_OF_BOTH(rows) FUSED(rows, 4) FUSED(rows, 8)
 
-FUSED(1, 4)
-FUSED(2, 4)
-FUSED(3, 4)
-FUSED(4, 4)
-FUSED(1, 8)
-FUSED(2, 8)
-FUSED(3, 8)
-FUSED(4, 8)
+FUSED_OF_BOTH(1)
+FUSED_OF_BOTH(2)
+FUSED_OF_BOTH(3)
+FUSED_OF_BOTH(4)
+#if FUSED_ROWS > 4
+FUSED_OF_BOTH(5)
+FUSED_OF_BOTH(6)
+FUSED_OF_BOTH(7)
+FUSED_OF_BOTH(8)
+FUSED_OF_BOTH(9)
+FUSED_OF_BOTH(10)
+#define FUSED_TILES(bits)                                                                                 \
+    {NULL,           fused_1_##bits, fused_2_##bits, fused_3_##bits, fused_4_##bits, fused_5_##bits,      \
+     fused_6_##bits, fused_7_##bits, fused_8_##bits, fused_9_##bits, fused_10_##bits}
+#else
+#define FUSED_TILES(bits) {NULL, fused_1_##bits, fused_2_##bits, fused_3_##bits, fused_4_##bits}
+#endif
 
-typedef void (*fused_function)(const grouped_args *, const uint8_t *, const float *, float *);
+static const fused_function fused_tiles[2][FUSED_ROWS + 1] = {FUSED_TILES(4), FUSED_TILES(8)};
 
-static const fused_function fused_4[] = {NULL, fused_1_4, fused_2_4, fused_3_4, fused_4_4};
-static const fused_function fused_8[] = {NULL, fused_1_8, fused_2_8, fused_3_8, fused_4_8};
+static void multiply_fused(const grouped_args *args, const uint8_t *panel, const float *bias, float *sums) {
+    int64_t tiles = (args->rows + FUSED_ROWS - 1) / FUSED_ROWS;
+    for (int64_t i = 0; i < tiles; i++) {
+        int64_t first = args->rows * i / tiles, rows = args->rows * (i + 1) / tiles - first;
+        const float *input = args->input + first * args->groups * GROUP_DEPTH;
+        fused_tiles[args->bits == 8][rows](args->groups, input, panel, bias, sums + first * PANEL);
+    }
+}
 
 /* A group of a panel as floats [GROUP_DEPTH][PANEL]. */
 INLINE void unpack_group(const int bits, const uint8_t *group, float *to) {
@@ -139,8 +166,8 @@ static void grouped_panel(const grouped_args *args, int64_t panel, int64_t first
     const uint8_t *packed = args->panels + panel * args->groups * group_bytes(args->bits);
     if (args->bias)
         memcpy(bias, args->bias + panel * PANEL, (size_t)columns * 4);
-    if (args->rows <= FUSED_ROWS) {
-        (args->bits == 4 ? fused_4 : fused_8)[args->rows](args, packed, bias, sums);
+    if (args->rows <= FEW_ROWS) {
+        multiply_fused(args, packed, bias, sums);
     } else {
         for (int64_t r = 0; r < rows; r++)
             memcpy(sums + r * PANEL, bias, sizeof bias);
