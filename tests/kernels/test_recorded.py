@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from threading import Thread
+from weakref import ref
 
 import pytest
 import torch
@@ -103,14 +104,25 @@ def test_results_are_the_callers(layer: Layer) -> None:
     assert all(map(torch.equal, results, kept))
 
 
-def test_what_a_program_reads_is_not_freed() -> None:
-    layer = Layer()
+def test_what_a_program_reads_is_not_freed_and_intermediates_are() -> None:
+    layer, intermediates = Layer(), []
+
+    def run(brought: Brought) -> tuple[Tensor, ...]:
+        results = layer(brought)
+        intermediates.extend(map(ref, results))
+        return results
+
     brought = layer.brings([7])
-    wanted, program = layer(brought), recorded(layer, brought)
-    del layer
-    others = [chance(2 * SIZE, SIZE) for _ in range(50)]  # would take what had been freed
-    assert all(map(torch.equal, program.run(brought), wanted))
-    assert len(others) == 50
+    program = recorded(run, brought)
+    kept = [
+        ref(part) for part in (layer.norm, layer.qkv, layer.bias, layer.up, layer.keys, layer.values)
+    ]
+    layer = Layer()
+    del brought
+    assert all(part() is not None for part in kept)
+    assert [part() for part in intermediates] == [None, None]
+    del program
+    assert [part() for part in kept] == [None] * len(kept)
 
 
 def test_other_threads_are_not_recorded(layer: Layer) -> None:
