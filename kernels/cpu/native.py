@@ -22,7 +22,7 @@ from octavo.kernels.cpu import rms_norm as torch_rms_norm
 from octavo.kernels.reference.silu_mul import silu_mul as torch_silu_mul
 from octavo.kernels.rows import PLAIN, AttentionForm, AttentionRows, KvScales
 
-_MAX_HEAD_DIM = 512  # as fill_panels in csrc/attention.h has it
+_MAX_HEAD_DIM = 512  # as fill_panels in csrc/prefill_attention.h has it
 
 
 @dataclass(frozen=True)
