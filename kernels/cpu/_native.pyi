@@ -77,6 +77,7 @@ def attention(
     output: int,
     /,
 ) -> None: ...
+def argmax(values: int, rows: int, size: int, places: int, /) -> None: ...
 def set_threads(threads: int, /) -> None:
     """How many threads compute, the caller's included. Raises ValueError beyond 256."""
 

@@ -48,11 +48,6 @@ static float cap_scores(const attention_args *args, float *scores, int64_t count
     return 1.0f;
 }
 
-/* Which lanes are below `count`, in all bits of each. */
-INLINE ivec lanes_below(int64_t count) { return (ivec)FIRSTS(WIDTH) < (ivec){0} + (int32_t)count; }
-
-INLINE vec choose(ivec which, vec a, vec b) { return (vec)(((ivec)a & which) | ((ivec)b & ~which)); }
-
 /* Replaces scores by e^(scale * (score - largest)); returns their sum. There is room up to a multiple of
  * WIDTH, which keeps what it has. */
 INLINE float weigh(float *scores, int64_t count, float largest, float scale) {
@@ -71,7 +66,5 @@ INLINE float largest_of(const float *scores, int64_t count) {
     vec found = all(scores[0]);
     for (int64_t i = 0; i < count; i += WIDTH)
         found = larger(found, choose(lanes_below(count - i), load(scores + i), all(scores[0])));
-    UNROLL for (int half = WIDTH / 2; half > 0; half /= 2)
-        found = larger(found, __builtin_shuffle(found, (ivec)FIRSTS(WIDTH) + half));
-    return found[0];
+    return largest_lane(found);
 }

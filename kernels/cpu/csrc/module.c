@@ -231,6 +231,15 @@ FUNCTION(py_attention) {
     Py_RETURN_NONE;
 }
 
+FUNCTION(py_argmax) {
+    WANT("argmax", 4);
+    argmax_args args = {floats(a[0]), integer(a[1]), integer(a[2]), integers(a[3])};
+    if (PyErr_Occurred())
+        return NULL;
+    chosen->argmax(&args);
+    Py_RETURN_NONE;
+}
+
 /* -- settings --------------------------------------------------------------------------------------- */
 
 FUNCTION(py_set_threads) {
@@ -281,6 +290,7 @@ static PyMethodDef methods[] = {METHOD(pack),
                                 METHOD(gate),
                                 METHOD(rotary),
                                 METHOD(attention),
+                                METHOD(argmax),
                                 METHOD(set_threads),
                                 METHOD(instruction_sets),
                                 METHOD(use_instruction_set),
