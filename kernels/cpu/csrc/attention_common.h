@@ -52,10 +52,16 @@ static float cap_scores(const attention_args *args, float *scores, int64_t count
  * WIDTH, which keeps what it has. */
 INLINE float weigh(float *scores, int64_t count, float largest, float scale) {
     vec total = {0};
-    for (int64_t i = 0; i < count; i += WIDTH) {
-        vec found = load(scores + i), weights = exponential((found - all(largest)) * all(scale));
-        ivec own = lanes_below(count - i);
-        store(scores + i, choose(own, weights, found));
+    int64_t whole = count - count % WIDTH;
+    for (int64_t i = 0; i < whole; i += WIDTH) {
+        vec weights = exponential((load(scores + i) - all(largest)) * all(scale));
+        store(scores + i, weights);
+        total += weights;
+    }
+    if (whole < count) {
+        vec found = load(scores + whole), weights = exponential((found - all(largest)) * all(scale));
+        ivec own = lanes_below(count - whole);
+        store(scores + whole, choose(own, weights, found));
         total += choose(own, weights, (vec){0});
     }
     return sum(total);
@@ -64,7 +70,10 @@ INLINE float weigh(float *scores, int64_t count, float largest, float scale) {
 /* Room as for `weigh`. */
 INLINE float largest_of(const float *scores, int64_t count) {
     vec found = all(scores[0]);
-    for (int64_t i = 0; i < count; i += WIDTH)
-        found = larger(found, choose(lanes_below(count - i), load(scores + i), all(scores[0])));
+    int64_t whole = count - count % WIDTH;
+    for (int64_t i = 0; i < whole; i += WIDTH)
+        found = larger(found, load(scores + i));
+    if (whole < count)
+        found = larger(found, choose(lanes_below(count - whole), load(scores + whole), all(scores[0])));
     return largest_lane(found);
 }

@@ -112,40 +112,54 @@ static void fold_scores(const attention_args *args, float *scores, int64_t low, 
             sums[i] *= factor;
         *largest = found;
     }
-    memset(scores, 0, (size_t)low * 4);
     *total += weigh(scores + low, high - low, *largest, scale);
-    memset(scores + high, 0, (size_t)(count - high) * 4);
+    if (low > 0) /* most tiles are seen whole, and a call for nothing costs as much as the weights */
+        memset(scores, 0, (size_t)low * 4);
+    if (high < count)
+        memset(scores + high, 0, (size_t)(count - high) * 4);
+}
+
+typedef struct {
+    int64_t head;                   /* of KV */
+    int64_t begin, queries;         /* tokens of the forward */
+    int64_t position;               /* of the first query */
+    int64_t keys_begin, keys_count; /* positions of a tile of keys */
+} chunk_tile;
+
+/* Adds a tile of keys and values to the sums of one head of the group. */
+static void add_tile(const attention_args *args, const chunk_tile *t, int64_t g, const chunk_scratch *s) {
+    int64_t dim = args->head_dim, wide = padded(dim), group = args->num_heads / args->num_kv_heads;
+    int64_t first = larger_of(t->keys_begin - t->position, 0), queries = t->queries - first; /* that see keys */
+    int64_t count = t->keys_count, stride = args->num_heads * dim;
+    float *scores = s->scores + first * KEY_TILE, *sums = s->sums + g * QUERY_TILE * wide;
+    multiply(args->query + (t->begin + first) * stride + (t->head * group + g) * dim, stride, queries, dim,
+             s->keys, dim * PANEL, (count + PANEL - 1) / PANEL, 0, scores, KEY_TILE);
+    for (int64_t q = first; q < t->queries; q++) {
+        int64_t seen = t->position + q + 1 - t->keys_begin; /* keys of this tile and those before it */
+        int64_t low = args->window < seen ? smaller_of(seen - args->window, count) : 0;
+        fold_scores(args, s->scores + q * KEY_TILE, low, smaller_of(seen, count), count,
+                    &s->largest[g * QUERY_TILE + q], &s->totals[g * QUERY_TILE + q], sums + q * wide);
+    }
+    multiply(scores, KEY_TILE, queries, count, s->values, KEY_TILE * PANEL, wide / PANEL, 1,
+             sums + first * wide, wide);
 }
 
 static void attend_tile(const attention_task *task, int64_t row, int64_t head, int64_t piece, int member) {
     const attention_args *args = task->args;
     int64_t dim = args->head_dim, wide = padded(dim), group = args->num_heads / args->num_kv_heads;
-    int64_t begin = args->query_begins[row] + piece * QUERY_TILE;
-    int64_t queries = smaller_of(QUERY_TILE, args->query_begins[row + 1] - begin);
-    int64_t position = args->context_lens[row] + piece * QUERY_TILE; /* of the first query */
-    int64_t end = position + queries;
+    chunk_tile t = {.head = head, .begin = args->query_begins[row] + piece * QUERY_TILE};
+    t.queries = smaller_of(QUERY_TILE, args->query_begins[row + 1] - t.begin);
+    t.position = args->context_lens[row] + piece * QUERY_TILE;
+    t.keys_begin = args->window <= t.position ? t.position + 1 - args->window : 0;
     chunk_scratch s = cut_scratch(args, pool_scratch(member, chunk_floats(args) * 4));
-    for (int64_t p = args->window <= position ? position + 1 - args->window : 0; p < end; p += KEY_TILE) {
-        int64_t count = smaller_of(KEY_TILE, end - p);
-        fill_panels(args, row, head, p, count, &s);
-        for (int64_t g = 0; g < group; g++) {
-            const float *query = args->query + (begin * args->num_heads + head * group + g) * dim;
-            multiply(query, args->num_heads * dim, queries, dim, s.keys, dim * PANEL,
-                     (count + PANEL - 1) / PANEL, 0, s.scores, KEY_TILE);
-            float *sums = s.sums + g * QUERY_TILE * wide;
-            for (int64_t q = 0; q < queries; q++) {
-                int64_t seen = position + q + 1 - p; /* keys of this tile and those before it */
-                int64_t low = args->window < seen ? smaller_of(seen - args->window, count) : 0;
-                fold_scores(args, s.scores + q * KEY_TILE, low, smaller_of(larger_of(seen, 0), count), count,
-                            &s.largest[g * QUERY_TILE + q], &s.totals[g * QUERY_TILE + q], sums + q * wide);
-            }
-            multiply(s.scores, KEY_TILE, queries, count, s.values, KEY_TILE * PANEL, wide / PANEL, 1, sums,
-                     wide);
-        }
+    for (int64_t end = t.position + t.queries; t.keys_begin < end; t.keys_begin += KEY_TILE) {
+        t.keys_count = smaller_of(KEY_TILE, end - t.keys_begin);
+        fill_panels(args, row, head, t.keys_begin, t.keys_count, &s);
+        for (int64_t g = 0; g < group; g++)
+            add_tile(args, &t, g, &s);
     }
     for (int64_t g = 0; g < group; g++)
-        for (int64_t q = 0; q < queries; q++)
-            divide(args->output + ((begin + q) * args->num_heads + head * group + g) * dim,
+        for (int64_t q = 0; q < t.queries; q++)
+            divide(args->output + ((t.begin + q) * args->num_heads + head * group + g) * dim,
                    s.sums + (g * QUERY_TILE + q) * wide, s.totals[g * QUERY_TILE + q], dim);
 }
-
