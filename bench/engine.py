@@ -2,8 +2,8 @@
 """Measures the engine of a worker alone: milliseconds per decode step and per prefill.
 
 Each figure stands beside the floor that the machine sets: the larger of the step's arithmetic at the
-speed of torch's fastest fp32 matrix product and its reads at the speed of a memory copy, both measured
-in the same run. The floor counts weights of four bytes, whatever the engine reads.
+speed of the fastest fp32 matrix product here and its reads at the speed of memory, both measured in the
+same run. The floor counts weights of four bytes, whatever the engine reads.
 
     python bench/engine.py --batches 1,4,16,32,64 --context 256 --prefill 512 --json engine.json
 """

@@ -27,7 +27,8 @@ _VARIANTS = {
     "OpenVINO, 4-bit": "--engine openvino --quantization exact4",
     "native, float32": "--engine torch --kernels native --quantization none",
     "OpenVINO, float32": "--engine openvino --quantization none",
-    "native, int8": "--engine torch --kernels native --quantization int8",
+    "native, 4-bit, int16": "--engine torch --kernels native --quantization exact4 --activations int16",
+    "native, 4-bit, int8": "--engine torch --kernels native --quantization exact4 --activations int8",
 }
 
 Times = dict[str, dict[str, list[float]]]  # seconds of each step, by engine and kind of step

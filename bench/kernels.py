@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Each operation of the kernels' table on this CPU: time, GB/s and GFLOP/s, beside the CPU's limits.
 
-The last column is the time that the operation would take at the speed of a memory copy or of torch's
-fastest fp32 matrix product, whichever is longer, over the time that it took; both limits are measured
+The last column is the time that the operation would take at the speed of memory or of the fastest fp32
+matrix product here, whichever is longer, over the time that it took; both limits are measured
 in the same run. What fits a processor's cache can exceed the limit of memory. Operations on little
 data are bound by the time of a call, so their microseconds say more.
 
@@ -47,7 +47,7 @@ class Figure:
 
     def share(self, ceilings: Ceilings) -> float | None:
         """Of the machine's limit that was reached; None for operations that only arrange indices."""
-        floor = max(self.bytes / ceilings.copy_bytes, self.flops / ceilings.matmul_flops)
+        floor = max(self.bytes / ceilings.memory_bytes, self.flops / ceilings.matmul_flops)
         return floor / self.seconds if floor else None
 
 

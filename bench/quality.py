@@ -39,12 +39,13 @@ _TEXTS = [_REPOSITORY / "docs" / "architecture.md", _REPOSITORY / "LICENSE"]
 # Weights, then the KV cache.
 _VARIANTS = {
     "f32, f32": "--engine openvino --quantization none --kv-dtype float32",
-    "int8, f32": "--engine openvino --quantization int8 --kv-dtype float32",
-    "exact 4-bit, f32": "--engine openvino --quantization exact4 --kv-dtype float32",
+    "exact 4-bit, f32": "--quantization exact4",
+    "int8, f32": "--quantization int8",
+    "exact 4-bit, int16 activations, f32": "--quantization exact4 --activations int16",
+    "exact 4-bit, int8 activations, f32": "--quantization exact4 --activations int8",
+    "int8, int8 activations, f32": "--quantization int8 --activations int8",
     "f32, f16": "--engine openvino --quantization none --kv-dtype float16",
     "f32, u8": "--engine openvino --quantization none --kv-dtype uint8",
-    "int8, int8 activations, f32": "--engine openvino --quantization int8 --activations int8",
-    "exact 4-bit, int8 activations, f32": "--engine openvino --quantization exact4 --activations int8",
     "int8, u8": "--engine openvino --quantization int8 --kv-dtype uint8",
     "exact 4-bit, u8": "--engine openvino --quantization exact4 --kv-dtype uint8",
 }
@@ -90,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_variant,
         action="append",
         metavar="NAME=OPTIONS",
-        help="default: the weights and KV caches of the OpenVINO engine",
+        help="default: weights and activations of native kernels, KV caches of OpenVINO",
     )
     parser.add_argument(
         "--base", default="--engine torch --dtype float32 --quantization none", metavar="OPTIONS"

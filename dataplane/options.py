@@ -59,9 +59,9 @@ class WorkerOptions:
     )
     activations: str = option(
         "float32",
-        "what the OpenVINO engine multiplies int8 and 4-bit weights with: float32, or int8, rounded in "
-        "groups of 32 as it goes, which is faster and less exact",
-        choices=("float32", "int8"),
+        "what int8 and 4-bit weights are multiplied with on CPUs: float32, or int16 or int8, rounded "
+        "in groups of 32 as it goes, which is faster and less exact; int16 is of the native kernels",
+        choices=("float32", "int16", "int8"),
     )
     kv_dtype: str = option(
         "auto",

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.dataplane.engines.choice import set_compute_threads
+from octavo.kernels.table import native_kernels
+
 _MATMUL_SIZE = 1536
 _COPY_BYTES = 256 * 1024 * 1024  # far more than any cache holds
 _FLOAT_BYTES = 4
@@ -16,20 +19,20 @@ class Ceilings:
     """Best of several tries."""
 
     threads: int  # of torch, with which they were measured
-    matmul_flops: float  # fp32 operations per second of torch's fastest matrix product
-    copy_bytes: float  # bytes per second, read and written, of a copy in memory
+    matmul_flops: float  # fp32 operations per second of the fastest matrix product here
+    memory_bytes: float  # bytes per second of a copy, read and written, or of reading: the faster
 
 
 def measure_ceilings(tries: int = 5) -> Ceilings:
     """With as many threads as torch uses now. Takes about two seconds."""
     source = torch.ones(_COPY_BYTES // _FLOAT_BYTES)
     target = torch.empty_like(source)
-    copy = fastest(lambda: target.copy_(source), tries)
+    copy, read = (fastest(work, tries) for work in (lambda: target.copy_(source), source.sum))
     product = min(fastest(work, tries) for work in _products())
     return Ceilings(
         threads=torch.get_num_threads(),
         matmul_flops=2 * _MATMUL_SIZE**3 / product,
-        copy_bytes=2 * _COPY_BYTES / copy,
+        memory_bytes=max(2 * _COPY_BYTES / copy, _COPY_BYTES / read),
     )
 
 
@@ -37,12 +40,12 @@ def limits_text(ceilings: Ceilings) -> str:
     """A line below a table whose figures they bound."""
     return (
         f"ceilings, {ceilings.threads} threads: fp32 matrix product "
-        f"{ceilings.matmul_flops / 1e9:.0f} GFLOP/s, memory copy {ceilings.copy_bytes / 1e9:.1f} GB/s"
+        f"{ceilings.matmul_flops / 1e9:.0f} GFLOP/s, memory {ceilings.memory_bytes / 1e9:.1f} GB/s"
     )
 
 
 def _products() -> list[Callable[[], object]]:
-    """The ways in which torch multiplies matrices; which is faster depends on the CPU."""
+    """Ways to multiply matrices; which is faster depends on the CPU."""
     left, right = torch.randn(2, _MATMUL_SIZE, _MATMUL_SIZE)
     out = torch.empty(_MATMUL_SIZE, _MATMUL_SIZE)
     products: list[Callable[[], object]] = [lambda: torch.mm(left, right, out=out)]
@@ -50,6 +53,11 @@ def _products() -> list[Callable[[], object]]:
         packed = torch.ops.mkldnn._reorder_linear_weight(right, _MATMUL_SIZE)
         linear = torch.ops.mkldnn._linear_pointwise
         products.append(lambda: linear(left, packed, None, "none", [], ""))
+    if (native := native_kernels()) is not None:
+        set_compute_threads(native, threads := torch.get_num_threads())
+        torch.set_num_threads(threads)  # that took torch's
+        weight = native.prepare_linear(right)
+        products.append(lambda: native.linear(left, weight, None))
     return products
 
 
@@ -105,4 +113,4 @@ class ModelCost:
 
     def floor(self, flops: int, bytes_read: int, ceilings: Ceilings) -> float:
         """Seconds that no implementation on this machine could beat."""
-        return max(flops / ceilings.matmul_flops, bytes_read / ceilings.copy_bytes)
+        return max(flops / ceilings.matmul_flops, bytes_read / ceilings.memory_bytes)

@@ -3,6 +3,8 @@
 import logging
 import os
 import time
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -53,12 +55,11 @@ def _reason_for_torch(options: WorkerOptions, device: str) -> str | None:
 
 
 def prefers_native(options: WorkerOptions) -> bool:
-    """Whether the torch engine's native kernels can compute all as asked: activations in float32.
+    """Whether the torch engine's native kernels can compute all as asked.
 
     `docs/performance.md` compares them with OpenVINO, for float32 and for small integers as weights.
     """
-    in_float32 = options.activations == "float32" and options.kv_dtype in ("auto", "float32")
-    return in_float32 and native_kernels() is not None
+    return options.kv_dtype in ("auto", "float32") and native_kernels() is not None
 
 
 def obstacle_to_openvino(options: WorkerOptions, device: str) -> str | None:
@@ -77,6 +78,8 @@ def _obstacle_in_options(options: WorkerOptions, device: str) -> str | None:
         return "--kv-dtype fp8 is of the torch engine"
     if options.kernels != "auto":
         return f"--kernels {options.kernels} names operations of the torch engine"
+    if options.activations == "int16":
+        return "--activations int16 is of the torch engine"
     size = options.block_size
     if size not in (None, _OPENVINO_BLOCK_SIZE):
         return f"it takes blocks of {_OPENVINO_BLOCK_SIZE} tokens, and --block-size is {size}"
@@ -147,18 +150,24 @@ def _load_torch(
         dtype = "float32" if device == "cpu" else "bfloat16"
     kernels = choose_kernels(options.kernels, device, dtype)
     packing = _packing_for_torch(files, options, kernels, collectives, reason)
-    wants = "is for the OpenVINO engine, and the torch engine is taken"
-    if options.activations != "float32":
-        raise EngineError(f"--activations {options.activations} {wants} ({reason})")
+    if packing == "none" and options.activations != "float32":
+        raise EngineError(
+            f"--activations {options.activations}: the torch engine ({reason}) multiplies small "
+            "integers with small integers, and --quantization leaves the weights as they are"
+        )
     kv_fp8 = options.kv_dtype == "fp8"
     if not kv_fp8 and options.kv_dtype not in ("auto", dtype):
-        raise EngineError(f"--kv-dtype {options.kv_dtype} {wants} ({reason})")
+        raise EngineError(
+            f"--kv-dtype {options.kv_dtype} is for the OpenVINO engine, "
+            f"and the torch engine is taken ({reason})"
+        )
     threads = options.threads or available_cpus()
     computes = set_compute_threads(kernels, threads)
     if device != "cpu":
         torch.cuda.set_device(device)  # kernels are launched on the current one
+    kernels = with_activations(kernels, options.activations)
     engine = TorchEngine(files, device, dtype, kernels, kv_fp8, collectives, packing)
-    weights = dtype if packing == "none" else f"weights {packing}"
+    weights = dtype if packing == "none" else f"weights {packing}, activations {options.activations}"
     what = f"torch engine: {weights} on {device}, KV cache {'fp8' if kv_fp8 else dtype}"
     what += f", {computes}" if device == "cpu" else ""
     shard = collectives.shard
@@ -182,6 +191,16 @@ def _packing_for_torch(
     if options.quantization not in ("auto", "none"):
         raise EngineError(f"--quantization {options.quantization}: {obstacle}")
     return "none"
+
+
+def with_activations(kernels: Kernels, activations: str) -> Kernels:
+    """Native kernels of which `prepare_linear` has small integers multiplied with such activations."""
+    if activations == "float32":
+        return kernels
+    from octavo.kernels.cpu import native
+
+    bits = {"int16": 16, "int8": 8}[activations]
+    return replace(kernels, prepare_linear=partial(native.prepare_linear, activation_bits=bits))
 
 
 def available_cpus() -> int:

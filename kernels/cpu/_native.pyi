@@ -29,6 +29,7 @@ def linear_grouped(
     panels: int,
     bias: int,
     output: int,
+    activation_bits: int,
     /,
 ) -> None: ...
 def norm(

@@ -67,9 +67,10 @@ class PackedIntegers:
     bits: int
     out_size: int
     groups: int
+    activation_bits: int  # what it is multiplied with: 32 as it comes, 16 or 8 rounded first
 
 
-def _pack_integers(weight: IntegerMatrix) -> PackedIntegers:
+def _pack_integers(weight: IntegerMatrix, activation_bits: int) -> PackedIntegers:
     out_size, groups = weight.scales.shape
     size = _native.GROUP_BYTES_4 if weight.bits == 4 else _native.GROUP_BYTES_8
     panels = torch.empty(-(-out_size // _native.PANEL) * groups * size, dtype=torch.uint8)
@@ -84,13 +85,18 @@ def _pack_integers(weight: IntegerMatrix) -> PackedIntegers:
         groups,
         panels.data_ptr(),
     )
-    return PackedIntegers(panels, panels.data_ptr(), weight.bits, out_size, groups)
+    return PackedIntegers(panels, panels.data_ptr(), weight.bits, out_size, groups, activation_bits)
 
 
-def prepare_linear(weight: Tensor | IntegerMatrix) -> Any:
-    """The weight packed, or as torch wants it where it is of another type than float32."""
+def prepare_linear(weight: Tensor | IntegerMatrix, activation_bits: int = 32) -> Any:
+    """The weight packed, or as torch wants it where it is of another type than float32.
+
+    Args:
+        activation_bits: what integers are multiplied with: 32 is the input itself; 16 or 8 rounds each
+            group of 32 of a row to integers first, by its largest magnitude.
+    """
     if not isinstance(weight, Tensor):
-        return _pack_integers(weight)
+        return _pack_integers(weight, activation_bits)
     if weight.dtype is not torch.float32 or weight.device.type != "cpu" or not weight.numel():
         return torch_linear.prepare_linear(weight)
     out_size, in_size = weight.shape
@@ -133,6 +139,7 @@ def _linear_of_integers(hidden: Tensor, weight: PackedIntegers, bias: Tensor | N
         weight.address,
         added,
         output.data_ptr(),
+        weight.activation_bits,
     )
     return output
 

@@ -30,14 +30,14 @@ def test_an_explicit_head_size_counts() -> None:
 def test_the_floor_is_the_slower_of_the_two_limits() -> None:
     cost = ModelCost.of(CONFIG, token_bytes=96)
     assert cost.floor(
-        600, 10, Ceilings(threads=2, matmul_flops=100.0, copy_bytes=10.0)
+        600, 10, Ceilings(threads=2, matmul_flops=100.0, memory_bytes=10.0)
     ) == pytest.approx(6.0)
     assert cost.floor(
-        600, 90, Ceilings(threads=2, matmul_flops=100.0, copy_bytes=10.0)
+        600, 90, Ceilings(threads=2, matmul_flops=100.0, memory_bytes=10.0)
     ) == pytest.approx(9.0)
 
 
 def test_ceilings_are_those_of_a_real_machine() -> None:
     ceilings = measure_ceilings(tries=1)
     assert 1e8 < ceilings.matmul_flops < 1e15
-    assert 1e8 < ceilings.copy_bytes < 1e13
+    assert 1e8 < ceilings.memory_bytes < 1e13

@@ -22,4 +22,4 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
 
 def test_default_variants_are_options_of_a_worker() -> None:
     for text in quality._VARIANTS.values():
-        assert quality.parse_engine_options(text).engine == "openvino"
+        assert quality.parse_engine_options(text).engine in ("auto", "openvino")

@@ -65,7 +65,9 @@ def test_auto_takes_openvino_without_native_kernels_and_says_so(
     assert "OpenVINO engine: weights none, KV cache float32, 1 threads (--engine auto)" in caplog.text
 
 
-@pytest.mark.parametrize(("quantization", "weights"), [("auto", "float32"), ("int8", "weights int8")])
+@pytest.mark.parametrize(
+    ("quantization", "weights"), [("auto", "float32"), ("int8", "weights int8, activations float32")]
+)
 def test_auto_takes_native_kernels_and_says_so(
     files: ModelFiles, caplog: pytest.LogCaptureFixture, quantization: str, weights: str
 ) -> None:
@@ -77,11 +79,17 @@ def test_auto_takes_native_kernels_and_says_so(
     assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize("given", [{"kv_dtype": "float16"}, {"activations": "int8"}], ids=str)
-def test_auto_takes_openvino_for_what_native_kernels_cannot(
-    files: ModelFiles, given: dict[str, object]
+def test_auto_takes_openvino_for_what_native_kernels_cannot(files: ModelFiles) -> None:
+    assert loaded(files, kv_dtype="float16") == "openvino"
+
+
+@pytest.mark.parametrize("activations", ["float32", "int16", "int8"])
+def test_native_kernels_multiply_integers_with_what_was_asked_for(
+    files: ModelFiles, caplog: pytest.LogCaptureFixture, activations: str
 ) -> None:
-    assert loaded(files, **given) == "openvino"
+    with caplog.at_level(logging.INFO):
+        assert loaded(files, quantization="int8", activations=activations) == "torch"
+    assert f"weights int8, activations {activations} on cpu" in caplog.text
 
 
 def test_native_kernels_are_for_float32(files: ModelFiles) -> None:
@@ -129,7 +137,11 @@ def test_an_asked_for_engine_is_taken(files: ModelFiles) -> None:
         ),
         (
             {"engine": "torch", "activations": "int8"},
-            r"--activations int8 is for the OpenVINO engine",
+            r"--activations int8: .* --quantization leaves the weights as they are",
+        ),
+        (
+            {"engine": "openvino", "activations": "int16"},
+            r"--engine openvino: --activations int16 is of the torch engine",
         ),
         ({"block_size": 8, "kv_dtype": "uint8"}, r"--kv-dtype uint8 is .* --block-size is 8"),
         ({"quantization": "exact4"}, r"--quantization exact4: .* has no Q4_0, Q4_1 or Q4_K weights"),

@@ -8,8 +8,10 @@ from shared_files import golden
 
 from octavo.common.modelfiles import open_model
 from octavo.dataplane.engine import Engine
+from octavo.dataplane.engines.choice import with_activations
 from octavo.dataplane.engines.openvino.engine import OpenVinoEngine
 from octavo.dataplane.engines.torch_engine import TorchEngine
+from octavo.kernels.table import kernels_named
 from octavo.proto.plan import Sampling
 
 EOS = 2
@@ -25,8 +27,14 @@ def exact4() -> OpenVinoEngine:
     return OpenVinoEngine(open_model("demo"), "exact4", "float32", threads=2)
 
 
-def check(engine: Engine, cases: list[dict[str, Any]], block_size: int, chunk: int) -> None:
-    """All cases at once: prompts in chunks, joining while others decode."""
+def check(
+    engine: Engine, cases: list[dict[str, Any]], block_size: int, chunk: int, error: float = 1e-3
+) -> None:
+    """All cases at once: prompts in chunks, joining while others decode.
+
+    Args:
+        error: largest of a log-probability.
+    """
     maker = PlanMaker(engine, block_size, 4096 // block_size, len(cases), 1024, vocab_size=49_152)
     sampling = Sampling(temperature=0.0, logprobs=0)
     found: list[list[int]] = [[] for _ in cases]
@@ -60,7 +68,7 @@ def check(engine: Engine, cases: list[dict[str, Any]], block_size: int, chunk: i
         decoding = [s for s in decoding if len(found[s]) < 64 and found[s][-1] != EOS]
     assert found == [case["output_token_ids"] for case in cases]
     for its, case in zip(logprobs, cases, strict=True):
-        assert its == pytest.approx(case["logprobs"], abs=1e-3)
+        assert its == pytest.approx(case["logprobs"], abs=error)
 
 
 def test_two_prompts_together(demo: TorchEngine) -> None:
@@ -98,3 +106,9 @@ def test_all_prompts_with_float32_weights_in_openvino() -> None:
     engine = OpenVinoEngine(open_model("demo"), "none", "float32", threads=2)
     check(engine, golden("greedy"), block_size=32, chunk=64)
     check(engine, golden("greedy"), block_size=32, chunk=13)
+
+
+def test_activations_in_16_bits_change_no_token() -> None:
+    kernels = with_activations(kernels_named("native", "cpu"), "int16")
+    engine = TorchEngine(open_model("demo"), "cpu", "float32", kernels, packing="exact4")
+    check(engine, golden("greedy"), block_size=16, chunk=16, error=5e-3)

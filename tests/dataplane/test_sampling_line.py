@@ -1,5 +1,7 @@
 """The same seed gives the same tokens with every engine, up to ties."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,11 @@ from torch import Tensor
 
 from octavo.common.modelfiles import open_model
 from octavo.dataplane.engine import Engine
+from octavo.dataplane.engines.choice import with_activations
 from octavo.dataplane.engines.openvino.engine import OpenVinoEngine
 from octavo.dataplane.engines.torch_engine import TorchEngine
 from octavo.kernels.reference.sampling import DrawParams
-from octavo.kernels.table import CPU
+from octavo.kernels.table import CPU, kernels_named
 
 PROMPT = [1, 4093, 198, 2683, 359, 260, 2887, 30, 2, 198]  # any text
 COUNT, MARGIN = 200, 1e-3
@@ -50,13 +53,31 @@ def forced_logits(engine: Engine, tokens: list[int]) -> Tensor:
     return engine.logits(engine.forward(batch_of_rows([(tokens, 0, TABLE)], wanted)))
 
 
-@pytest.mark.parametrize("packing", ["exact4", pytest.param("none", marks=pytest.mark.full)])
-def test_openvino_draws_what_torch_draws_wherever_it_is_sure(packing: str) -> None:
-    files = open_model("demo")
-    openvino = OpenVinoEngine(files, packing, "float32", threads=1)
-    tokens = sampled_history(openvino)
-    mine = forced_logits(openvino, tokens)
-    wanted = forced_logits(TorchEngine(files, "cpu", "float32"), tokens)
+def _openvino(packing: str) -> Engine:
+    return OpenVinoEngine(open_model("demo"), packing, "float32", threads=1)
+
+
+def _native(activations: str) -> Engine:
+    kernels = with_activations(kernels_named("native", "cpu"), activations)
+    return TorchEngine(open_model("demo"), "cpu", "float32", kernels, packing="exact4")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (_openvino, "exact4"),
+        pytest.param(_openvino, "none", marks=pytest.mark.full),
+        (_native, "int16"),
+        pytest.param(_native, "float32", marks=pytest.mark.full),
+    ],
+)
+def test_engines_draw_what_torch_draws_wherever_it_is_sure(
+    make: Callable[[str], Engine], kind: str
+) -> None:
+    engine = make(kind)
+    tokens = sampled_history(engine)
+    mine = forced_logits(engine, tokens)
+    wanted = forced_logits(TorchEngine(open_model("demo"), "cpu", "float32", CPU), tokens)
     drawn = [CPU.sample(logits, params(COUNT, len(PROMPT))) for logits in (mine, wanted)]
     sure = decision_margins(wanted, params(COUNT, len(PROMPT)), slack=1e-4) > MARGIN
     assert sure.float().mean() >= 0.95

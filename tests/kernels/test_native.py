@@ -86,20 +86,13 @@ def test_a_product_of_other_sizes_or_types_is_refused() -> None:
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("bits", "zeros"), [(4, True), (8, False), (8, True)])
 def test_products_with_integers(bits: int, zeros: bool) -> None:
-    chance = np.random.default_rng(bits)
     for out_size, groups in ((64, 18), (75, 3), (1, 1)):
-        integers = (
-            pack_nibbles(chance.integers(0, 16, (out_size, groups, 32), np.uint8))
-            if bits == 4
-            else chance.integers(-128, 128, (out_size, groups, 32), np.int8)
-        )
-        scales, zero = chance.random((2, out_size, groups), np.float32)
-        matrix = GroupedMatrix(bits, integers, scales, zero * 15 if zeros else None)
+        matrix = _random_matrix(bits, zeros, out_size, groups)
         packed = native.prepare_linear(matrix)
         weight, bias = torch.from_numpy(matrix.values()).double(), torch.randn(out_size)
         hidden = torch.randn(230, 32 * groups)
         together = native.linear(hidden, packed, bias)
-        for rows in (0, 1, 2, 3, 4, 5, 13, 97, 230):
+        for rows in (0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 13, 16, 17, 97, 230):
             found = native.linear(hidden[:rows], packed, bias)
             assert torch.equal(found, together[:rows])
             wanted = hidden[:rows].double() @ weight.T + bias.double()
@@ -107,6 +100,50 @@ def test_products_with_integers(bits: int, zeros: bool) -> None:
             assert ((found.double() - wanted).abs() <= 2e-6 * summed).all()
             plain = native.linear(hidden[:rows], packed, None)
             assert torch.allclose(plain + bias, found, rtol=1e-4, atol=1e-3)
+
+
+def _random_matrix(bits: int, zeros: bool, out_size: int, groups: int) -> GroupedMatrix:
+    chance = np.random.default_rng(bits)
+    integers = (
+        pack_nibbles(chance.integers(0, 16, (out_size, groups, 32), np.uint8))
+        if bits == 4
+        else chance.integers(-128, 128, (out_size, groups, 32), np.int8)
+    )
+    scales, zero = chance.random((2, out_size, groups), np.float32)
+    return GroupedMatrix(bits, integers, scales, zero * 15 if zeros else None)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("activation_bits", [16, 8])
+@pytest.mark.parametrize(("bits", "zeros"), [(4, True), (8, False), (8, True)])
+def test_products_of_integers(bits: int, zeros: bool, activation_bits: int) -> None:
+    for out_size, groups in ((64, 18), (75, 3), (1, 1)):
+        matrix = _random_matrix(bits, zeros, out_size, groups)
+        packed = native.prepare_linear(matrix, activation_bits)
+        weight, bias = torch.from_numpy(matrix.values()).double(), torch.randn(out_size)
+        hidden = torch.randn(230, 32 * groups) * torch.logspace(-3, 3, 230)[:, None]
+        hidden[7] = 0
+        together = native.linear(hidden, packed, bias)
+        for rows in (0, 1, 2, 3, 4, 5, 6, 7, 13, 97, 230):
+            found = native.linear(hidden[:rows], packed, bias)
+            assert torch.equal(found, together[:rows])
+        # Half a step at most is lost of every factor, and what cancels rounds as well.
+        largest = hidden.view(230, groups, 32).abs().amax(dim=-1).repeat_interleave(32, 1)
+        step = largest.double() / {16: 127 * 256, 8: 127}[activation_bits]
+        lost = (0.501 * step + 2e-6 * hidden.abs()) @ weight.abs().T + 1e-6 * bias.abs()
+        assert ((together.double() - hidden.double() @ weight.T - bias).abs() <= lost).all()
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_spoils_its_own_row_only(spoilt: float) -> None:
+    packed = native.prepare_linear(_random_matrix(4, True, 40, 3), 16)
+    hidden = torch.randn(5, 96)
+    kept = native.linear(hidden, packed, None)
+    hidden[2, 50] = spoilt
+    found = native.linear(hidden, packed, None)
+    assert found[2].isnan().all()
+    assert torch.equal(found[[0, 1, 3, 4]], kept[[0, 1, 3, 4]])
 
 
 # -- attention --------------------------------------------------------------------------------------

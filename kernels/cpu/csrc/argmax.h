@@ -1,4 +1,4 @@
-/* The place of each row's largest value, as torch has it: of equals the first, and the first NaN before all. */
+/* The place of each row's largest value, as torch has it: of equals the first, and a NaN before all. */
 
 #define ARGMAX_PIECE 16384 /* values of a row that are worth an item of their own */
 #define ARGMAX_PIECES 8    /* of one row, and rows that are cut at all */
@@ -20,7 +20,8 @@ INLINE float largest_value(const float *values, int64_t count, ivec *odd) {
         found = larger(found, x);
     }
     if (whole < count) {
-        vec x = choose(lanes_below(count - whole), load_part(values + whole, count - whole), all(values[0]));
+        vec x = load_part(values + whole, count - whole);
+        x = choose(lanes_below(count - whole), x, all(values[0]));
         *odd |= (ivec)(x != x);
         found = larger(found, x);
     }

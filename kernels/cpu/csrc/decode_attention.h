@@ -146,8 +146,8 @@ static void list_next(const attention_task *task, int64_t row, int64_t item, run
 }
 
 /* Heads of one group over a piece: sums [heads][dim], largest scores and sums of weights [heads]. */
-INLINE void attend_runs(const int heads, const attention_args *args, const float *query, const reading *from,
-                        float *sums, float *largest, float *totals) {
+INLINE void attend_runs(const int heads, const attention_args *args, const float *query,
+                        const reading *from, float *sums, float *largest, float *totals) {
     float scores[GROUP * SEGMENT] __attribute__((aligned(64)));
     int64_t dim = args->head_dim, count = 0;
     const run *next = from->runs, *values = next + from->blocks;

@@ -2,32 +2,42 @@
  * column and GROUP_DEPTH steps of depth. Few rows use a panel's values as they are unpacked; for more
  * rows a part of the panel is unpacked into the first-level cache. Both give the same bits. */
 
-#define FUSED_ROWS 4 /* most rows of the first way */
+/* Most rows of a tile of the first way, whose sums stay in registers, and of the first way itself, which
+ * unpacks once for each tile. */
+#if TILE_ROWS >= 12
+#define FUSED_ROWS 10
+#define FEW_ROWS 16
+#else
+#define FUSED_ROWS 4
+#define FEW_ROWS 4
+#endif
 #define PART_GROUPS 4 /* groups of the second way's part */
 
 #define HALF_PANEL (PANEL / 2)
 
-typedef uint8_t bytes __attribute__((vector_size(WIDTH)));
-
-/* Through 128 more, without sign: GCC 12 widens signed bytes, and bytes just loaded, one by one. */
-INLINE vec widen_byte_vector(const uint8_t *from) {
-    bytes packed;
-    memcpy(&packed, from, sizeof packed);
-    return __builtin_convertvector(__builtin_convertvector(packed ^ 128, ivec) - 128, vec);
+INLINE ivec load_integers(const uint8_t *from) {
+    ivec value;
+    memcpy(&value, from, sizeof value);
+    return value;
 }
 
-/* One step of depth: columns `column` .. of the panel's first half and the same of its second. */
-INLINE void unpack_step(const int bits, const uint8_t *step, int column, vec values[2]) {
+/* Four steps of depth of columns `column` .. of the panel's first half, and of the same of its second: in
+ * each lane a column's four integers, of 8 bits with 128 added. */
+INLINE void load_quad(const int bits, const uint8_t *quad, int column, ivec halves[2]) {
+    ivec first = load_integers(quad + 4 * column);
     if (bits == 4) {
-        bytes both;
-        memcpy(&both, step + column, sizeof both);
-        bytes low = both & 15, high = both >> 4;
-        values[0] = __builtin_convertvector(__builtin_convertvector(low, ivec), vec);
-        values[1] = __builtin_convertvector(__builtin_convertvector(high, ivec), vec);
+        halves[0] = first & 0x0f0f0f0f;
+        halves[1] = (first >> 4) & 0x0f0f0f0f;
     } else {
-        values[0] = widen_byte_vector(step + column);
-        values[1] = widen_byte_vector(step + HALF_PANEL + column);
+        halves[0] = first;
+        halves[1] = load_integers(quad + 4 * (HALF_PANEL + column));
     }
+}
+
+/* Step `k` of a quad. */
+INLINE vec step_of(const int bits, ivec quad, int k) {
+    ivec value = (quad >> (8 * k)) & 255;
+    return __builtin_convertvector(bits == 4 ? value : value - 128, vec);
 }
 
 typedef struct {
@@ -41,51 +51,72 @@ INLINE group_terms load_terms(const uint8_t *group, int column) {
     return terms;
 }
 
-INLINE void fused_tile(const int rows, const int bits, const grouped_args *args, const uint8_t *panel,
-                       int column, const float *bias, float *output) {
-    int64_t size = group_bytes(bits), depth = args->groups * GROUP_DEPTH;
+INLINE void fused_tile(const int rows, const int bits, int64_t groups, const float *input,
+                       const uint8_t *panel, int column, const float *bias, float *output) {
+    int64_t size = group_bytes(bits), depth = groups * GROUP_DEPTH;
     vec sums[FUSED_ROWS][2];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < 2; v++)
             sums[r][v] = load(bias + column + v * HALF_PANEL);
-    for (int64_t g = 0; g < args->groups; g++) {
+    for (int64_t g = 0; g < groups; g++) {
         const uint8_t *group = panel + g * size, *step = group + TERMS_BYTES;
-        const float *a = args->input + g * GROUP_DEPTH;
+        const float *a = input + g * GROUP_DEPTH;
         group_terms terms = load_terms(group, column);
         for (int64_t line = 0; column == 0 && line < size; line += 64)
             __builtin_prefetch(group + 4 * size + line, 0, 2);
-        for (int k = 0; k < GROUP_DEPTH; k++, step += PANEL * bits / 8) {
-            vec values[2];
-            unpack_step(bits, step, column, values);
-            UNROLL for (int v = 0; v < 2; v++) values[v] = values[v] * terms.scales[v] + terms.offsets[v];
-            UNROLL for (int r = 0; r < rows; r++)
-                UNROLL for (int v = 0; v < 2; v++) sums[r][v] += all(a[r * depth + k]) * values[v];
+        for (int quad = 0; quad < GROUP_DEPTH; quad += 4, step += PANEL * bits / 2) {
+            ivec halves[2];
+            load_quad(bits, step, column, halves);
+            UNROLL for (int k = 0; k < 4; k++)
+                UNROLL for (int v = 0; v < 2; v++) {
+                    vec values = step_of(bits, halves[v], k) * terms.scales[v] + terms.offsets[v];
+                    UNROLL for (int r = 0; r < rows; r++) sums[r][v] += all(a[r * depth + quad + k]) * values;
+                }
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < 2; v++) store(output + r * PANEL + column + v * HALF_PANEL, sums[r][v]);
 }
 
+typedef void (*fused_function)(int64_t groups, const float *input, const uint8_t *panel, const float *bias,
+                               float *output);
+
 #define FUSED(rows, bits)                                                                                 \
-    static void fused_##rows##_##bits(const grouped_args *args, const uint8_t *panel, const float *bias,  \
-                                      float *output) {                                                    \
+    static void fused_##rows##_##bits(int64_t groups, const float *input, const uint8_t *panel,           \
+                                      const float *bias, float *output) {                                 \
         for (int column = 0; column < HALF_PANEL; column += WIDTH)                                        \
-            fused_tile(rows, bits, args, panel, column, bias, output);                                    \
+            fused_tile(rows, bits, groups, input, panel, column, bias, output);                           \
     }
+#define FUSED_OF_BOTH(rows) FUSED(rows, 4) FUSED(rows, 8)
 
-FUSED(1, 4)
-FUSED(2, 4)
-FUSED(3, 4)
-FUSED(4, 4)
-FUSED(1, 8)
-FUSED(2, 8)
-FUSED(3, 8)
-FUSED(4, 8)
+FUSED_OF_BOTH(1)
+FUSED_OF_BOTH(2)
+FUSED_OF_BOTH(3)
+FUSED_OF_BOTH(4)
+#if FUSED_ROWS > 4
+FUSED_OF_BOTH(5)
+FUSED_OF_BOTH(6)
+FUSED_OF_BOTH(7)
+FUSED_OF_BOTH(8)
+FUSED_OF_BOTH(9)
+FUSED_OF_BOTH(10)
+#define FUSED_TILES(bits)                                                                                 \
+    {NULL,           fused_1_##bits, fused_2_##bits, fused_3_##bits, fused_4_##bits, fused_5_##bits,      \
+     fused_6_##bits, fused_7_##bits, fused_8_##bits, fused_9_##bits, fused_10_##bits}
+#else
+#define FUSED_TILES(bits) {NULL, fused_1_##bits, fused_2_##bits, fused_3_##bits, fused_4_##bits}
+#endif
 
-typedef void (*fused_function)(const grouped_args *, const uint8_t *, const float *, float *);
+static const fused_function fused_tiles[2][FUSED_ROWS + 1] = {FUSED_TILES(4), FUSED_TILES(8)};
 
-static const fused_function fused_4[] = {NULL, fused_1_4, fused_2_4, fused_3_4, fused_4_4};
-static const fused_function fused_8[] = {NULL, fused_1_8, fused_2_8, fused_3_8, fused_4_8};
+static void multiply_fused(const grouped_args *args, const uint8_t *panel, const float *bias, float *sums) {
+    int64_t tiles = (args->rows + FUSED_ROWS - 1) / FUSED_ROWS;
+    for (int64_t i = 0; i < tiles; i++) {
+        int64_t first = args->rows * i / tiles, rows = args->rows * (i + 1) / tiles - first;
+        const float *input = args->input + first * args->groups * GROUP_DEPTH;
+        fused_tiles[args->bits == 8][rows](args->groups, input, panel, bias, sums + first * PANEL);
+    }
+}
 
 /* A group of a panel as floats [GROUP_DEPTH][PANEL]. */
 INLINE void unpack_group(const int bits, const uint8_t *group, float *to) {
@@ -95,12 +126,13 @@ INLINE void unpack_group(const int bits, const uint8_t *group, float *to) {
     for (int column = 0; column < HALF_PANEL; column += WIDTH) {
         group_terms terms = load_terms(group, column);
         const uint8_t *step = group + TERMS_BYTES;
-        for (int k = 0; k < GROUP_DEPTH; k++, step += PANEL * bits / 8) {
-            vec values[2];
-            unpack_step(bits, step, column, values);
-            UNROLL for (int v = 0; v < 2; v++)
-                store(to + k * PANEL + v * HALF_PANEL + column,
-                      values[v] * terms.scales[v] + terms.offsets[v]);
+        for (int quad = 0; quad < GROUP_DEPTH; quad += 4, step += PANEL * bits / 2) {
+            ivec halves[2];
+            load_quad(bits, step, column, halves);
+            UNROLL for (int k = 0; k < 4; k++)
+                UNROLL for (int v = 0; v < 2; v++)
+                    store(to + (quad + k) * PANEL + v * HALF_PANEL + column,
+                          step_of(bits, halves[v], k) * terms.scales[v] + terms.offsets[v]);
         }
     }
 }
@@ -134,8 +166,8 @@ static void grouped_panel(const grouped_args *args, int64_t panel, int64_t first
     const uint8_t *packed = args->panels + panel * args->groups * group_bytes(args->bits);
     if (args->bias)
         memcpy(bias, args->bias + panel * PANEL, (size_t)columns * 4);
-    if (args->rows <= FUSED_ROWS) {
-        (args->bits == 4 ? fused_4 : fused_8)[args->rows](args, packed, bias, sums);
+    if (args->rows <= FEW_ROWS) {
+        multiply_fused(args, packed, bias, sums);
     } else {
         for (int64_t r = 0; r < rows; r++)
             memcpy(sums + r * PANEL, bias, sizeof bias);
@@ -154,7 +186,7 @@ static void grouped_item(const void *opaque, int64_t item, int member) {
     grouped_panel(args, item % panels, first, args->rows * (chunk + 1) / chunks - first);
 }
 
-static void grouped(const grouped_args *args) {
+static void multiply_grouped(const grouped_args *args) {
     int64_t panels = (args->out_size + PANEL - 1) / PANEL, chunks = (args->rows + SUM_ROWS - 1) / SUM_ROWS;
     pool_run(grouped_item, args, chunks * panels);
 }

@@ -17,15 +17,18 @@
 
 static const operations *chosen = &operations_generic;
 
-static const operations *sets[4]; /* best first, NULL after the last */
+static const operations *sets[5]; /* best first, NULL after the last */
 
 static void find_sets(void) {
     int count = 0;
 #ifdef HAS_X86_SETS
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq"))
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")) {
+        if (__builtin_cpu_supports("avx512vnni"))
+            sets[count++] = &operations_avx512vnni;
         sets[count++] = &operations_avx512;
+    }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         sets[count++] = &operations_avx2;
 #endif
@@ -111,12 +114,13 @@ static void pack_row(const uint8_t *integers, int bits, const float *scales, con
         terms[column] = scales[g];
         terms[PANEL + column] = zeros ? -zeros[g] * scales[g] : 0.0f;
         const uint8_t *from = integers + g * GROUP_DEPTH * bits / 8;
-        uint8_t *to = panel + TERMS_BYTES;
-        for (int k = 0; k < GROUP_DEPTH; k++, to += PANEL * bits / 8) {
+        for (int k = 0; k < GROUP_DEPTH; k++) {
+            uint8_t *quad = panel + TERMS_BYTES + k / 4 * (PANEL * bits / 2) + k % 4;
             if (bits == 8)
-                to[column] = from[k];
+                quad[column * 4] = from[k] ^ 128;
             else
-                to[column % (PANEL / 2)] |= (from[k / 2] >> (k % 2 * 4) & 15) << (column / (PANEL / 2) * 4);
+                quad[column % (PANEL / 2) * 4] |= (from[k / 2] >> (k % 2 * 4) & 15)
+                                                  << (column / (PANEL / 2) * 4);
         }
     }
 }
@@ -139,7 +143,7 @@ FUNCTION(py_pack_grouped) {
 }
 
 FUNCTION(py_linear_grouped) {
-    WANT("linear_grouped", 8);
+    WANT("linear_grouped", 9);
     grouped_args args = {.input = floats(a[0]),
                          .rows = integer(a[1]),
                          .groups = integer(a[2]),
@@ -147,16 +151,20 @@ FUNCTION(py_linear_grouped) {
                          .bits = (int)integer(a[4]),
                          .panels = (const uint8_t *)floats(a[5]),
                          .bias = floats(a[6]),
-                         .output = floats(a[7])};
+                         .output = floats(a[7]),
+                         .activation_bits = (int)integer(a[8])};
+    int failed;
     if (PyErr_Occurred())
         return NULL;
     if (args.rows * args.groups * GROUP_DEPTH * args.out_size > LONG_PRODUCT) {
         Py_BEGIN_ALLOW_THREADS
-        chosen->grouped(&args);
+        failed = chosen->grouped(&args);
         Py_END_ALLOW_THREADS
     } else {
-        chosen->grouped(&args);
+        failed = chosen->grouped(&args);
     }
+    if (failed)
+        return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 

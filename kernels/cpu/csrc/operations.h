@@ -21,7 +21,8 @@ typedef struct {
 } linear_args;
 
 /* Weights in integers of `bits` 4 or 8. A group of a panel is [PANEL] scales, [PANEL] offsets, then for each of
- * GROUP_DEPTH steps the integers of its columns; of 4 bits, a byte holds columns c and PANEL / 2 + c. */
+ * GROUP_DEPTH / 4 quads of steps the integers of its columns, four of a column side by side. Of 4 bits, a
+ * byte holds those of columns c and PANEL / 2 + c; of 8, the integer with 128 added. */
 #define GROUP_DEPTH 32
 #define TERMS_BYTES (2 * PANEL * 4)
 
@@ -34,6 +35,7 @@ typedef struct {
     const uint8_t *panels; /* [ceil(out_size / PANEL)][groups] of group_bytes(bits) */
     const float *bias;     /* [out_size] or NULL */
     float *output;         /* [rows][out_size] */
+    int activation_bits;   /* 32: floats; 16 or 8: rounded first, each group of a row by its largest */
 } grouped_args;
 
 typedef struct {
@@ -80,7 +82,7 @@ typedef struct {
 typedef struct {
     const char *name;
     void (*linear)(const linear_args *);
-    void (*grouped)(const grouped_args *);
+    int (*grouped)(const grouped_args *); /* 0, or -1: no memory */
     void (*norm)(const norm_args *);
     void (*gate)(const gate_args *);
     void (*rotary)(const rotary_args *);
@@ -91,7 +93,7 @@ typedef struct {
 extern const operations operations_generic;
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define HAS_X86_SETS 1
-extern const operations operations_avx2, operations_avx512;
+extern const operations operations_avx2, operations_avx512, operations_avx512vnni;
 #endif
 
 #endif

@@ -9,6 +9,7 @@
 #include "grouped.h"
 #include "layer_operations.h"
 #include "linear.h"
+#include "rounded.h"
 
 #define JOIN(a, b) a##b
 #define NAME_OF(set) JOIN(operations_, set)

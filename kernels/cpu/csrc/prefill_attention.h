@@ -129,7 +129,8 @@ typedef struct {
 /* Adds a tile of keys and values to the sums of one head of the group. */
 static void add_tile(const attention_args *args, const chunk_tile *t, int64_t g, const chunk_scratch *s) {
     int64_t dim = args->head_dim, wide = padded(dim), group = args->num_heads / args->num_kv_heads;
-    int64_t first = larger_of(t->keys_begin - t->position, 0), queries = t->queries - first; /* that see keys */
+    int64_t first = larger_of(t->keys_begin - t->position, 0); /* query that sees a key of the tile */
+    int64_t queries = t->queries - first;
     int64_t count = t->keys_count, stride = args->num_heads * dim;
     float *scores = s->scores + first * KEY_TILE, *sums = s->sums + g * QUERY_TILE * wide;
     multiply(args->query + (t->begin + first) * stride + (t->head * group + g) * dim, stride, queries, dim,

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""The most output tokens/s that a machine allows under a closed loop of clients, whoever serves.
+
+A step computes one token of every running request and the prompts of those that have just come. It
+takes at least as long as its arithmetic at the speed of the fastest matrix product found here, and as
+its reads (all weights once, and the KV cache of every running request) at the speed of memory; both are
+measured in the same run. Nothing else is counted: no arithmetic of attention, no overhead, no waiting.
+The requests are those of `bench/peers.py` with the same options.
+
+    python bench/ceiling.py --lengths lengths.csv --max-total 512 --sweep-requests 16,12,24,64
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from loadgen import options as checks
+from loadgen.lengths import InputError, Lengths
+from loadgen.workload import ArrivalSpec, LengthSource, make_requests
+from measure.ceilings import Ceilings, ModelCost, limits_text, measure_ceilings
+from measure.figures import number, table
+from measure.machine import describe, write_json
+
+from octavo.common.modelfiles import ModelError, open_model
+
+_FLOAT_BYTES = 4
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    try:
+        model = open_model(options.model)
+        ceilings = measure_ceilings()
+        rates = {size: _rates(options, model.config, size, ceilings) for size in options.weight_bytes}
+    except (ModelError, InputError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(_text(rates, options.sweep, ceilings))
+    if options.json:
+        found = {"ceilings": asdict(ceilings), "output_tokens_per_second": rates}
+        write_json(options.json, describe(found, vars(options)))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="demo", help="of the Llama family (default: demo)")
+    parser.add_argument(
+        "--weight-bytes",
+        type=_sizes,
+        default=[4.0],
+        metavar="4,0.71",
+        help="of each weight (default: 4)",
+    )
+    parser.add_argument("--sweep", type=checks.integers, default=[1, 4, 16, 64], metavar="1,4,16,64")
+    parser.add_argument(
+        "--sweep-requests", type=checks.integers, default=[16, 16, 32, 64], metavar="16,16,32,64"
+    )
+    parser.add_argument("--lengths", metavar="CSV", help="prompt_tokens,output_tokens; else 128,64")
+    parser.add_argument("--max-total", type=checks.integer(2), help="keep prompt + output <= N tokens")
+    parser.add_argument("--rounds", type=checks.integer(1), default=3, help="of requests (default: 3)")
+    parser.add_argument("--seed", type=checks.integer(0), default=0, help="of the lengths")
+    parser.add_argument("--json", metavar="FILE", help="where to write all figures")
+    return parser
+
+
+def _rates(
+    options: argparse.Namespace, config: dict[str, int], weight_bytes: float, ceilings: Ceilings
+) -> list[float]:
+    """Output tokens per second at each point of the sweep, the median of all rounds."""
+    points = zip(options.sweep, options.sweep_requests, strict=True)
+    return [
+        statistics.median(
+            _rate(_lengths(options, count, number, index), clients, config, weight_bytes, ceilings)
+            for number in range(options.rounds)
+        )
+        for index, (clients, count) in enumerate(points)
+    ]
+
+
+def _sizes(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def _lengths(options: argparse.Namespace, count: int, number: int, index: int) -> list[Lengths]:
+    """Those of the requests of `bench/peers.py` in round `number` at point `index`."""
+    synthetic = None if options.lengths else Lengths(128, 64)
+    source = LengthSource(options.lengths, None, synthetic, options.max_total)
+    requests = make_requests(source, ArrivalSpec(), count, 1000, [options.seed, number, index])
+    return [Lengths(len(request.prompt), request.output_tokens) for request in requests]
+
+
+def _rate(
+    requests: Sequence[Lengths],
+    clients: int,
+    config: dict[str, int],
+    weight_bytes: float,
+    ceilings: Ceilings,
+) -> float:
+    """Output tokens per second."""
+    kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token_bytes = 2 * config["num_hidden_layers"] * kv_heads * head_dim * _FLOAT_BYTES
+    cost = ModelCost.of(config, token_bytes)
+    weights = (cost.layer_weights + cost.head_weights) * weight_bytes
+    waiting, running, seconds = list(requests), list[list[int]](), 0.0
+    while waiting or running:
+        come, waiting = waiting[: clients - len(running)], waiting[clients - len(running) :]
+        running += [[request.prompt, request.output] for request in come]
+        computed = len(running) - len(come) + sum(request.prompt for request in come)
+        flops = cost.flops(computed, len(running), attended=0)
+        bytes_read = weights + sum(cached for cached, _ in running) * token_bytes
+        seconds += max(flops / ceilings.matmul_flops, bytes_read / ceilings.memory_bytes)
+        running = [[cached + 1, left - 1] for cached, left in running if left > 1]
+    return sum(request.output for request in requests) / seconds
+
+
+def _text(rates: dict[float, list[float]], sweep: Sequence[int], ceilings: Ceilings) -> str:
+    header = ["bytes of a weight", *(f"{clients} clients" for clients in sweep)]
+    rows = [[f"{size:g}", *(number(rate) for rate in found)] for size, found in rates.items()]
+    return f"output tokens/s at most\n{table(header, rows)}\n{limits_text(ceilings)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
