@@ -75,7 +75,7 @@ def draw(logits: Tensor, slots: Slots, drawn: Ints, kernels: Kernels) -> Drawing
     Args:
         logits: ``[num_draws, vocab_size]`` float32, row i for ``drawn[i]``; left as they are.
     """
-    tokens = logits.argmax(dim=1).to(torch.int32)
+    tokens = kernels.argmax(logits).to(torch.int32)
     searching = slots.draws.candidates[drawn] > 0
     special = np.flatnonzero(
         ~searching & (slots.draws.edits[drawn] | (slots.draws.temperature[drawn] > 0))

@@ -97,6 +97,7 @@ class Kernels:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
     rotary: Callable[[Tensor, Tensor], Tensor]
+    argmax: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, DrawParams], Tensor]
     log_normalizer: Callable[[Tensor], Tensor]
     top_ids: Callable[[Tensor, int], Tensor]
@@ -119,6 +120,7 @@ REFERENCE = Kernels(
     add_rms_norm=add_rms_norm,
     silu_mul=silu_mul,
     rotary=rotary,
+    argmax=sampling.argmax,
     sample=sampling.sample,
     log_normalizer=sampling.log_normalizer,
     top_ids=sampling.top_ids,
@@ -169,6 +171,8 @@ def native_kernels() -> Kernels | None:
         rms_norm=native.rms_norm,
         add_rms_norm=native.add_rms_norm,
         silu_mul=native.silu_mul,
+        argmax=native.argmax,
+        sample=native.sample,
         record=recorded.record,
     )
 

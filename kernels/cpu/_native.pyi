@@ -79,6 +79,7 @@ def attention(
     output: int,
     /,
 ) -> None: ...
+def argmax(values: int, rows: int, size: int, places: int, /) -> None: ...
 def replay(words: int, count: int, tokens: int, arena: int, given: int, /) -> None:
     """The operations of a `recorded.Program`: `count` words, then what differs between forwards."""
 

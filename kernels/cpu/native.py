@@ -19,11 +19,14 @@ from octavo.kernels.cpu import kv_write as torch_kv_write
 from octavo.kernels.cpu import linear as torch_linear
 from octavo.kernels.cpu import paged_attention as torch_attention
 from octavo.kernels.cpu import rms_norm as torch_rms_norm
+from octavo.kernels.cpu import sampling as torch_sampling
 from octavo.kernels.cpu.recorded import invoke
+from octavo.kernels.reference import sampling as reference_sampling
+from octavo.kernels.reference.sampling import DrawParams
 from octavo.kernels.reference.silu_mul import silu_mul as torch_silu_mul
 from octavo.kernels.rows import PLAIN, AttentionForm, AttentionRows, KvScales
 
-_MAX_HEAD_DIM = 512  # as fill_panels in csrc/attention.h has it
+_MAX_HEAD_DIM = 512  # as fill_panels in csrc/prefill_attention.h has it
 
 
 @dataclass(frozen=True)
@@ -335,6 +338,21 @@ def paged_attention(
         output.data_ptr(),
     )
     return output
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The same as the reference's."""
+    if logits.dtype is not torch.float32 or not logits.is_contiguous() or not logits.numel():
+        return reference_sampling.argmax(logits)
+    rows, size = logits.shape
+    places = torch.empty(rows, dtype=torch.int64)
+    _native.argmax(logits.data_ptr(), rows, size, places.data_ptr())
+    return places
+
+
+def sample(logits: Tensor, params: DrawParams) -> Tensor:
+    """The same as the reference's."""
+    return torch_sampling.sample(logits, params, argmax)
 
 
 def _can_take(given: Tensor, key_cache: Tensor, value_cache: Tensor, scales: KvScales | None) -> bool:

@@ -69,7 +69,7 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     keep = torch.zeros_like(kept).scatter_(1, order, kept)
     noise = gumbel_noise(params.seeds, params.positions, params.samples, ids)
     noisy = (scaled + noise).masked_fill(~keep, float("-inf"))
-    return torch.where(params.temperature == 0, logits.argmax(dim=1), noisy.argmax(dim=1))
+    return torch.where(params.temperature == 0, argmax(logits), argmax(noisy))
 
 
 def scale(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -106,6 +106,11 @@ def within_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
     keep = (before < enough) | (top_p[:, None] >= 1)
     keep[:, 0] = True
     return keep
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The id of each row's largest logit, ties to the lower; NaN is largest: int64 ``[num_rows]``."""
+    return logits.argmax(dim=1)
 
 
 def log_normalizer(logits: Tensor) -> Tensor:

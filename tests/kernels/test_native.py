@@ -270,6 +270,43 @@ def test_rotation_and_writing(heads: tuple[int, int], head_dim: int, block_size:
         assert relative_error(cache.nan_to_num(0), other.nan_to_num(0)) < 1e-6
 
 
+# -- the largest ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("rows", "size"),
+    [(0, 5), (1, 1), (3, 7), (2, 1024), (9, 1037), (1, 49152), (8, 16385), (2, 99_999)],
+)
+def test_the_largest_of_rows(rows: int, size: int) -> None:
+    chance = torch.Generator().manual_seed(size)
+    plain = torch.randn(rows, size, generator=chance) - 9
+    coarse = torch.randint(-3, 3, (rows, size), generator=chance).float()  # many equals, also -0.0
+    some = torch.rand(rows, size, generator=chance) < 3 / size
+    cases = [plain, coarse, coarse * -0.0, torch.full_like(plain, float("-inf"))]
+    cases += [torch.where(some, value, plain) for value in (float("nan"), float("inf"), 0.0)]
+    cases += [torch.where(some, float("nan"), cases[3])]
+    for values in cases:
+        assert torch.equal(native.argmax(values), values.argmax(dim=1))
+
+
+def test_the_largest_at_each_place_of_a_row() -> None:
+    for size in (33, 2 * 16384 + 5):
+        for place in (0, 1, 15, 16, 31, 32, size - 6, size - 5, size - 1):
+            for value in (-1.0, float("nan")):
+                values = torch.full((1, size), -2.0)
+                values[0, place] = values[0, -1] = value
+                assert native.argmax(values).item() == place
+
+
+def test_the_largest_of_other_types_and_layouts() -> None:
+    values = torch.randn(6, 40)
+    assert torch.equal(native.argmax(values.T), values.T.argmax(dim=1))
+    assert torch.equal(native.argmax(values.double()), values.argmax(dim=1))
+    with pytest.raises(IndexError):  # torch's own error
+        native.argmax(torch.empty(2, 0))
+
+
 # -- threads ----------------------------------------------------------------------------------------
 
 

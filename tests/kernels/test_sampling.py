@@ -8,9 +8,11 @@ from octavo.kernels.cpu import sampling as cpu
 from octavo.kernels.reference import sampling as reference
 from octavo.kernels.reference.philox import gumbel_noise
 from octavo.kernels.reference.sampling import DrawParams
-from octavo.kernels.table import CPU, REFERENCE, Kernels
+from octavo.kernels.table import CPU, REFERENCE, Kernels, native_kernels
 
-BOTH = pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=["reference", "cpu"])
+BOTH = pytest.mark.parametrize(
+    "kernels", [REFERENCE, CPU, native_kernels()], ids=["reference", "cpu", "native"]
+)
 VOCAB = 1003
 
 

@@ -212,6 +212,12 @@ OPERATION(attention) {
     return chosen->attention(&args);
 }
 
+OPERATION(argmax) {
+    argmax_args args = {floats(a[0]), integer(a[1]), integer(a[2]), integers(a[3])};
+    chosen->argmax(&args);
+    return 0;
+}
+
 /* -- calls and programs ----------------------------------------------------------------------------- */
 
 /* What each operation takes, a letter per argument:
@@ -226,11 +232,12 @@ OPERATION(attention) {
     EACH(pack, "knnk")                                                                                    \
     EACH(pack_grouped, "knkknnk")                                                                         \
     EACH(linear, "rtnnkkw")                                                                               \
-    EACH(linear_grouped, "rtnnnkkwn")                                                                      \
+    EACH(linear_grouped, "rtnnnkkwn")                                                                     \
     EACH(norm, "rrktnxww")                                                                                \
     EACH(gate, "rtnw")                                                                                    \
     EACH(rotary, "rtnnnnrrkkw")                                                                           \
-    EACH(attention, "rtnnnnkkbrrrrxnxw")
+    EACH(attention, "rtnnnnkkbrrrrxnxw")                                                                  \
+    EACH(argmax, "rtnw")
 
 static int check_count(const char *name, Py_ssize_t count, Py_ssize_t wanted) {
     if (count != wanted)

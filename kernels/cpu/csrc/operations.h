@@ -74,6 +74,12 @@ typedef struct {
 } attention_args;
 
 typedef struct {
+    const float *values; /* [rows][size], size > 0 */
+    int64_t rows, size;
+    int64_t *places; /* [rows] */
+} argmax_args;
+
+typedef struct {
     const char *name;
     void (*linear)(const linear_args *);
     int (*grouped)(const grouped_args *); /* 0, or -1: no memory */
@@ -81,6 +87,7 @@ typedef struct {
     void (*gate)(const gate_args *);
     void (*rotary)(const rotary_args *);
     int (*attention)(const attention_args *); /* 0, or -1: no memory */
+    void (*argmax)(const argmax_args *);
 } operations;
 
 extern const operations operations_generic;

@@ -4,6 +4,7 @@
 
 #include "tiles.h"
 
+#include "argmax.h"
 #include "attention.h"
 #include "grouped.h"
 #include "layer_operations.h"
@@ -15,4 +16,4 @@
 #define TEXT(a) #a
 #define TEXT_OF(set) TEXT(set)
 
-const operations NAME_OF(SET) = {TEXT_OF(SET), linear, grouped, norm, gate, rotary, attention};
+const operations NAME_OF(SET) = {TEXT_OF(SET), linear, grouped, norm, gate, rotary, attention, argmax};

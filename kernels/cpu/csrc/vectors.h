@@ -119,6 +119,17 @@ INLINE vec sums_of(vec parts[WIDTH]) {
     return HALVED(parts[0], parts[1], 1);
 }
 
+/* Which lanes are below `count`, in all bits of each. */
+INLINE ivec lanes_below(int64_t count) { return (ivec)FIRSTS(WIDTH) < (ivec){0} + (int32_t)count; }
+
+INLINE vec choose(ivec which, vec a, vec b) { return (vec)(((ivec)a & which) | ((ivec)b & ~which)); }
+
+INLINE float largest_lane(vec value) {
+    UNROLL for (int half = WIDTH / 2; half > 0; half /= 2)
+        value = larger(value, __builtin_shuffle(value, (ivec)FIRSTS(WIDTH) + half));
+    return value[0];
+}
+
 /* The first `count` of a vector's floats; the others are 0. */
 INLINE vec load_part(const float *from, int64_t count) {
     float padded[WIDTH] __attribute__((aligned(64))) = {0};
