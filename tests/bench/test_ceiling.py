@@ -2,15 +2,8 @@ import ceiling
 import pytest
 from loadgen.lengths import Lengths
 from measure.ceilings import Ceilings
+from small_model import CONFIG
 
-CONFIG = {
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "vocab_size": 32,
-}
 WEIGHTS = 3 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 16) + 8 * 32
 TOKEN_BYTES = 2 * 3 * 2 * 2 * 4
 

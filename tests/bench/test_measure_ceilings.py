@@ -1,14 +1,6 @@
 import pytest
 from measure.ceilings import Ceilings, ModelCost, measure_ceilings
-
-CONFIG = {
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "vocab_size": 32,
-}
+from small_model import CONFIG
 
 
 def test_cost_counts_the_matrices_of_a_llama() -> None:
