@@ -52,7 +52,7 @@ INLINE float magnitude(const float *x) {
         found = larger(found, larger(value, -value));
         spoilt += value * all(0.0f); /* not 0 where one is infinite or no number */
     }
-    return most(found) + sum(spoilt);
+    return largest_lane(found) + sum(spoilt);
 }
 
 /* One group of one row of a tile of `height` rows. */

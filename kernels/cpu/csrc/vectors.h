@@ -25,33 +25,26 @@ INLINE void store(float *to, vec value) { memcpy(to, &value, sizeof value); }
 
 INLINE vec all(float value) { return value - (vec){0}; }
 
-typedef float quarter __attribute__((vector_size(16)));
-
-/* The halves of a vector, then of what they make, until four floats are left. */
-#define FOLDED(value, result, COMBINE)                                                                    \
-    quarter result;                                                                                       \
-    do {                                                                                                  \
-        quarter parts[WIDTH / 4];                                                                         \
-        memcpy(parts, &(value), sizeof parts);                                                            \
-        UNROLL for (int half = WIDTH / 8; half > 0; half /= 2)                                            \
-            UNROLL for (int i = 0; i < half; i++) parts[i] = COMBINE(parts[i], parts[half + i]);          \
-        result = parts[0];                                                                                \
-    } while (0)
-
-#define PLUS(a, b) ((a) + (b))
-#define LARGER(a, b) ((quarter)(((iquarter)(a) & ((a) > (b))) | ((iquarter)(b) & ~((a) > (b)))))
-
-typedef int32_t iquarter __attribute__((vector_size(16)));
-
 INLINE float sum(vec value) {
-    FOLDED(value, four, PLUS);
-    return (four[0] + four[2]) + (four[1] + four[3]);
-}
-
-INLINE float most(vec value) {
-    FOLDED(value, four, LARGER);
-    float first = four[0] > four[2] ? four[0] : four[2], second = four[1] > four[3] ? four[1] : four[3];
-    return first > second ? first : second;
+#if WIDTH == 16
+    typedef float half __attribute__((vector_size(32)));
+    half low, high;
+    memcpy(&low, &value, 32);
+    memcpy(&high, (char *)&value + 32, 32);
+    half value8 = low + high;
+#elif WIDTH == 8
+    vec value8 = value;
+#endif
+#if WIDTH >= 8
+    typedef float quarter __attribute__((vector_size(16)));
+    quarter lower, upper;
+    memcpy(&lower, &value8, 16);
+    memcpy(&upper, (char *)&value8 + 16, 16);
+    quarter value4 = lower + upper;
+#else
+    vec value4 = value;
+#endif
+    return (value4[0] + value4[2]) + (value4[1] + value4[3]);
 }
 
 /* Compilers make several instructions of the general form. */
