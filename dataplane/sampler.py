@@ -82,8 +82,10 @@ def draw(logits: Tensor, slots: Slots, drawn: Ints, kernels: Kernels) -> Drawing
     )
     if len(special):
         rows = torch.from_numpy(special).to(logits.device)
-        own = logits[rows]  # a copy: reported log-probabilities are of the raw logits
-        _edit(own, slots, drawn[special])
+        own = logits
+        if len(special) < len(drawn) or slots.draws.edits[drawn].any():
+            own = logits[rows]  # a copy: reported log-probabilities are of the raw logits
+            _edit(own, slots, drawn[special])
         params = _draw_params(slots, drawn[special], logits.device)
         tokens[rows] = kernels.sample(own, params).to(torch.int32)
     to_host = [tokens]

@@ -80,6 +80,17 @@ def attention(
     /,
 ) -> None: ...
 def argmax(values: int, rows: int, size: int, places: int, /) -> None: ...
+def gumbel(
+    logits: int,
+    rows: int,
+    size: int,
+    temperatures: int,
+    seeds: int,
+    positions: int,
+    samples: int,
+    places: int,
+    /,
+) -> None: ...
 def replay(words: int, count: int, tokens: int, arena: int, given: int, /) -> None:
     """The operations of a `recorded.Program`: `count` words, then what differs between forwards."""
 

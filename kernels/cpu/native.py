@@ -352,7 +352,20 @@ def argmax(logits: Tensor) -> Tensor:
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
     """The same as the reference's."""
-    return torch_sampling.sample(logits, params, argmax)
+    return torch_sampling.sample(logits, params, argmax, _draw_unlimited)
+
+
+def _draw_unlimited(logits: Tensor, params: DrawParams) -> Tensor:
+    """A token of each row's whole distribution."""
+    if logits.dtype is not torch.float32 or not logits.numel():
+        return torch_sampling.draw_unlimited(logits, params)
+    logits, temperatures = logits.contiguous(), params.temperature.float().contiguous()
+    keys = [values.long().contiguous() for values in (params.seeds, params.positions, params.samples)]
+    rows, size = logits.shape
+    places = torch.empty(rows, dtype=torch.int64)
+    addresses = [values.data_ptr() for values in (temperatures, *keys, places)]
+    _native.gumbel(logits.data_ptr(), rows, size, *addresses)
+    return places
 
 
 def _can_take(given: Tensor, key_cache: Tensor, value_cache: Tensor, scales: KvScales | None) -> bool:

@@ -21,9 +21,17 @@ ROWS_AT_ONCE = 8  # 64 rows of 49,152 ids on two cores: 58, 34 and 38 ms with 1,
 
 
 def sample(
-    logits: Tensor, params: DrawParams, argmax: Callable[[Tensor], Tensor] = reference.argmax
+    logits: Tensor,
+    params: DrawParams,
+    argmax: Callable[[Tensor], Tensor] = reference.argmax,
+    draw_all: Callable[[Tensor, DrawParams], Tensor] | None = None,
 ) -> Tensor:
-    """The same as the reference's: int64 ``[num_rows]``; `argmax` is the table's."""
+    """The same as the reference's: int64 ``[num_rows]``.
+
+    Args:
+        argmax: the table's.
+        draw_all: its own `draw_unlimited`, if any.
+    """
     limited = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
     sampled = params.temperature > 0
     tokens = torch.empty(len(logits), dtype=torch.int64) if bool(sampled.all()) else argmax(logits)
@@ -33,9 +41,10 @@ def sample(
         scaled = reference.scale(logits[few], own.temperature)
         tokens[few] = _draw_limited(scaled, own, min(CANDIDATES, logits.shape[1]))
     unlimited = torch.nonzero(sampled & ~limited).flatten()
-    for begin in range(0, len(unlimited), ROWS_AT_ONCE):
-        rows = unlimited[begin : begin + ROWS_AT_ONCE]
-        tokens[rows] = argmax(_noisy(logits[rows], params.rows(rows)))
+    if len(unlimited) == len(logits):
+        return (draw_all or draw_unlimited)(logits, params)
+    if len(unlimited):
+        tokens[unlimited] = (draw_all or draw_unlimited)(logits[unlimited], params.rows(unlimited))
     return tokens
 
 
@@ -102,6 +111,12 @@ def _draw_among(values: Tensor, ids: Tensor, kept: Tensor, params: DrawParams) -
     noise = gumbel_noise(params.seeds, params.positions, params.samples, ids)
     noisy = (values + noise).masked_fill(~kept, float("-inf"))
     return ids.gather(1, noisy.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+def draw_unlimited(logits: Tensor, params: DrawParams) -> Tensor:
+    """A token of each row's whole distribution: int64 ``[num_rows]``."""
+    parts = torch.arange(len(logits)).split(ROWS_AT_ONCE)
+    return torch.cat([_noisy(logits[rows], params.rows(rows)).argmax(dim=1) for rows in parts])
 
 
 def _noisy(logits: Tensor, params: DrawParams) -> Tensor:

@@ -19,7 +19,9 @@ from kernel_inputs import (
 
 from octavo.dataplane.loading.grouped import GroupedMatrix, pack_nibbles
 from octavo.kernels.cpu import _native, native
+from octavo.kernels.reference.philox import gumbel_noise
 from octavo.kernels.reference.rotary import inverse_frequencies, rotary_table
+from octavo.kernels.reference.sampling import DrawParams, scale
 from octavo.kernels.rows import PLAIN, AttentionForm, AttentionRows
 from octavo.kernels.table import CPU, REFERENCE
 
@@ -305,6 +307,63 @@ def test_the_largest_of_other_types_and_layouts() -> None:
     assert torch.equal(native.argmax(values.double()), values.argmax(dim=1))
     with pytest.raises(IndexError):  # torch's own error
         native.argmax(torch.empty(2, 0))
+
+
+# -- draws ------------------------------------------------------------------------------------------
+
+
+def _draw_params(rows: int, chance: torch.Generator) -> DrawParams:
+    whole = (rows,)
+    return DrawParams(
+        temperature=0.3 + 2 * torch.rand(rows, generator=chance),
+        top_k=torch.zeros(whole, dtype=torch.int64),
+        top_p=torch.ones(whole, dtype=torch.float64),
+        min_p=torch.zeros(whole, dtype=torch.float64),
+        seeds=torch.randint(-(2**63), 2**63 - 1, whole, generator=chance),
+        positions=torch.randint(0, 2**31, whole, generator=chance),
+        samples=torch.randint(0, 100, whole, generator=chance),
+    )
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1, 1), (3, 7), (5, 1027), (9, 8193), (2, 99_999), (70, 300)]
+)
+def test_draws_from_whole_rows(rows: int, size: int, spread: float) -> None:
+    chance = torch.Generator().manual_seed(size)
+    logits = torch.randn(rows, size, generator=chance) * spread
+    params = _draw_params(rows, chance)
+    ids = torch.arange(size).expand(rows, -1)
+    noise = gumbel_noise(params.seeds, params.positions, params.samples, ids)
+    noisy = scale(logits, params.temperature) + noise
+    found, wanted = native.sample(logits, params), noisy.argmax(dim=1)
+    best = noisy.amax(dim=1)
+    close = (noisy > best[:, None] - 1e-5).sum(dim=1) > 1
+    assert torch.equal(found[~close], wanted[~close])
+    assert (noisy.gather(1, found[:, None]).squeeze(1) >= best - 1e-5).all()
+    assert close.sum() <= 1
+
+
+@pytest.mark.usefixtures("way")
+def test_draws_from_rows_with_values_that_are_no_numbers() -> None:
+    chance = torch.Generator().manual_seed(1)
+    logits, params = torch.randn(6, 3000, generator=chance), _draw_params(6, chance)
+    logits[0] = float("-inf")
+    logits[1, 10:] = float("-inf")
+    logits[2, 2000] = float("inf")
+    logits[3, 1500] = float("nan")
+    logits[4, [7, 2500]] = float("inf")
+    assert torch.equal(native.sample(logits, params), CPU.sample(logits, params))
+
+
+@pytest.mark.usefixtures("way")
+def test_some_rows_are_drawn_in_another_way() -> None:
+    chance = torch.Generator().manual_seed(2)
+    logits, params = torch.randn(5, 4000, generator=chance), _draw_params(5, chance)
+    params.temperature[1] = 0
+    params.top_k[3] = 5
+    assert torch.equal(native.sample(logits, params), CPU.sample(logits, params))
 
 
 # -- threads ----------------------------------------------------------------------------------------

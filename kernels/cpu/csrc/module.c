@@ -218,6 +218,18 @@ OPERATION(argmax) {
     return 0;
 }
 
+OPERATION(gumbel) {
+    gumbel_args args = {.logits = floats(a[0]),
+                        .rows = integer(a[1]),
+                        .size = integer(a[2]),
+                        .temperatures = floats(a[3]),
+                        .seeds = integers(a[4]),
+                        .positions = integers(a[5]),
+                        .samples = integers(a[6]),
+                        .places = integers(a[7])};
+    return chosen->gumbel(&args);
+}
+
 /* -- calls and programs ----------------------------------------------------------------------------- */
 
 /* What each operation takes, a letter per argument:
@@ -237,7 +249,8 @@ OPERATION(argmax) {
     EACH(gate, "rtnw")                                                                                    \
     EACH(rotary, "rtnnnnrrkkw")                                                                           \
     EACH(attention, "rtnnnnkkbrrrrxnxw")                                                                  \
-    EACH(argmax, "rtnw")
+    EACH(argmax, "rtnw")                                                                                  \
+    EACH(gumbel, "rtnrrrrw")
 
 static int check_count(const char *name, Py_ssize_t count, Py_ssize_t wanted) {
     if (count != wanted)

@@ -80,6 +80,14 @@ typedef struct {
 } argmax_args;
 
 typedef struct {
+    const float *logits; /* [rows][size], size > 0 */
+    int64_t rows, size;
+    const float *temperatures;                   /* [rows], above 0 */
+    const int64_t *seeds, *positions, *samples; /* [rows] */
+    int64_t *places;                             /* [rows] */
+} gumbel_args;
+
+typedef struct {
     const char *name;
     void (*linear)(const linear_args *);
     int (*grouped)(const grouped_args *); /* 0, or -1: no memory */
@@ -88,6 +96,7 @@ typedef struct {
     void (*rotary)(const rotary_args *);
     int (*attention)(const attention_args *); /* 0, or -1: no memory */
     void (*argmax)(const argmax_args *);
+    int (*gumbel)(const gumbel_args *); /* 0, or -1: no memory */
 } operations;
 
 extern const operations operations_generic;

@@ -7,6 +7,7 @@
 #include "argmax.h"
 #include "attention.h"
 #include "grouped.h"
+#include "gumbel.h"
 #include "layer_operations.h"
 #include "linear.h"
 #include "rounded.h"
@@ -16,4 +17,5 @@
 #define TEXT(a) #a
 #define TEXT_OF(set) TEXT(set)
 
-const operations NAME_OF(SET) = {TEXT_OF(SET), linear, grouped, norm, gate, rotary, attention, argmax};
+const operations NAME_OF(SET) = {TEXT_OF(SET), linear, grouped,   norm,   gate,
+                                 rotary,       attention, argmax, gumbel};
