@@ -18,6 +18,9 @@ Socket = zmq.Socket[bytes]
 HIGH_WATER_MARK = 10_000  # frames per peer and direction
 _DRAIN_AT_ONCE = 1_000  # messages taken before other events get their turn
 
+# As plain numbers: arithmetic on the library's enumerations takes as long as a small message.
+_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+
 
 class Unreachable(Exception):  # noqa: N818 (an event that callers handle, not a fault)
     """The peer is not connected, or does not read what it is sent."""
@@ -43,7 +46,7 @@ class LoopSocket:
     def send(self, parts: list[bytes]) -> None:
         """Sends without waiting. Raises zmq.ZMQError."""
         try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK)
+            self._socket.send_multipart(parts, _NOBLOCK)
         finally:
             self._look_again()
 
@@ -61,17 +64,22 @@ class LoopSocket:
 
     def _take_messages(self) -> None:
         for _ in range(_DRAIN_AT_ONCE):
+            if not self._has_message():  # an exception for each batch's end would cost more
+                return
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                parts = self._socket.recv_multipart(_NOBLOCK)
             except zmq.Again:
                 return
             self._on_message(parts)
+
+    def _has_message(self) -> bool:
+        return bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
 
     def _look_again(self) -> None:
         """ZeroMQ signals edges: what came during a send or behind a full batch is not signalled."""
         if self._socket.closed or self._draining:
             return
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if self._has_message():
             self._loop.call_soon(self.drain)
 
     def close(self) -> None:

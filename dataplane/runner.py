@@ -3,12 +3,13 @@
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from octavo.dataplane.batching import Rows, batch_of, rows_of
@@ -81,16 +82,16 @@ class Runner:
     def start(self, plan: Plan) -> UnderWay:
         """Hands a plan to the device. Raises PlanError when it does not fit the slots."""
         timings = Timings()
-        with _timed(timings, "apply"), record_function("octavo.apply"):
+        with _timed(timings, "apply"), _profiled("octavo.apply"):
             self._apply(plan)
             rows = rows_of(plan, self._slots, self._max_batched_tokens)
             drawn, draw_rows = self._draws(plan, rows)
             ranges = self._score_ranges(plan, rows)
         watch = Stopwatch(self._device)
-        with record_function("octavo.forward"):
+        with _profiled("octavo.forward"):
             logits, to_score = self._forward(rows, draw_rows, ranges)
         watch.stop()
-        with _timed(timings, "sample"), record_function("octavo.sample"):
+        with _timed(timings, "sample"), _profiled("octavo.sample"):
             drawing = draw(logits, self._slots, drawn, self._kernels) if len(drawn) else None
             scores = self._score(to_score, ranges)
         self._advance(plan)
@@ -237,6 +238,11 @@ class Runner:
             top_ids=int32s(ids),
             top_logprobs=float32s(best),
         )
+
+
+def _profiled(name: str) -> AbstractContextManager[object]:
+    """A range of torch's profiler; without one it would cost as much as a small operation."""
+    return record_function(name) if _profiler_enabled() else nullcontext()
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+
 from octavo.frontend.live import LiveRequest, Score
 from octavo.proto.plan import DrawLogprobs
 from octavo.proto.session import PromptScores, Tokens
@@ -38,7 +40,7 @@ def _check(message: Tokens, vocab_size: int) -> None:
             raise ProtocolError(f"tokens.{name}: not as long as tokens.tokens")
     if not len(message.started) == len(message.started_attempts) == len(message.cached):
         raise ProtocolError("tokens.started: not as long as its partners")
-    if count and not (int(message.tokens.min()) >= 0 and int(message.tokens.max()) < vocab_size):
+    if count and int(message.tokens.view(np.uint32).max()) >= vocab_size:  # negative ones are larger
         raise ProtocolError("tokens.tokens: an id is outside the vocabulary")
     message.finishes.validate()
     if message.logprobs is not None:

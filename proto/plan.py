@@ -243,7 +243,7 @@ def _same_length(plan: Plan, *names: str) -> None:
 
 
 def _in_range(ids: Int32s, limit: int, path: str) -> None:
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= limit):
+    if len(ids) and int(ids.view(np.uint32).max()) >= limit:  # where negative ones are the largest
         raise ProtocolError(f"{path}: an id is not in [0, {limit})")
 
 

@@ -312,7 +312,7 @@ class Finishes(Message):
         columns = (self.attempts, self.samples, self.reasons, self.stop_tokens, self.scores)
         if any(len(column) != len(self) for column in columns):
             raise ProtocolError("tokens.finishes: the columns differ in length")
-        if not ((self.reasons >= 0) & (self.reasons < len(FINISH_REASONS))).all():
+        if len(self) and not ((self.reasons >= 0) & (self.reasons < len(FINISH_REASONS))).all():
             raise ProtocolError(f"tokens.finishes.reasons: not in [0, {len(FINISH_REASONS)})")
 
 

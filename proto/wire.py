@@ -78,6 +78,7 @@ class Message:
     KIND: ClassVar[str] = ""
     _encode: ClassVar[Callable[[Any], list[Any]]]
     _decoders: ClassVar[list[tuple[str, _Decode]]]
+    _decode: ClassVar[Callable[[list[Any], str], Self]]
 
     def pack(self) -> bytes:
         """This message as one frame."""
@@ -106,11 +107,7 @@ class Message:
     def _from_fields(cls, fields: Any, path: str) -> Self:
         if not isinstance(fields, list) or len(fields) != len(cls._decoders):
             raise ProtocolError(f"{path}: expected {len(cls._decoders)} fields")
-        values = {
-            name: decode(value, f"{path}.{name}")
-            for (name, decode), value in zip(cls._decoders, fields, strict=True)
-        }
-        return cls(**values)
+        return cls._decode(fields, path)
 
 
 def unpack(frame: bytes, *allowed: type[M]) -> M:
@@ -164,6 +161,15 @@ def part(cls: type[M]) -> type[M]:
         (f.name, _decoder(hints[f.name], f.metadata.get("limit"), f.metadata.get("bounds")))
         for f in fields
     ]
+    made._decode = _object_of_fields(made, made._decoders)
+    return made
+
+
+def _object_of_fields(cls: type[M], decoders: list[tuple[str, _Decode]]) -> Callable[..., M]:
+    """One expression that makes the object from all fields, as `_list_of_fields`."""
+    names = {f"d{index}": decode for index, (_, decode) in enumerate(decoders)}
+    parts = [f"{n}=d{i}(fields[{i}], path + '.{n}')" for i, (n, _) in enumerate(decoders)]
+    made: Callable[..., M] = eval(f"lambda fields, path: cls({', '.join(parts)})", names | {"cls": cls})
     return made
 
 
@@ -233,7 +239,11 @@ def _bounded_decoder(scalar: _Decode, low: float, high: float) -> _Decode:
 
 
 def _array_decoder(dtype: np.dtype[Any], limit: int) -> _Decode:
+    empty = np.frombuffer(b"", dtype=dtype)  # cannot be written to, and so can be shared
+
     def decode(value: Any, path: str) -> Any:
+        if value == b"":
+            return empty
         if not isinstance(value, bytes) or len(value) % dtype.itemsize:
             raise ProtocolError(f"{path}: not an array of {dtype.name}")
         if len(value) > limit * dtype.itemsize:

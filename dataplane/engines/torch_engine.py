@@ -60,6 +60,7 @@ class TorchEngine:
             collectives: of the gang; they say which part of the model this rank has.
         """
         self._device, self._dtype = torch.device(device), DTYPES[dtype]
+        self._overlaps = self._device.type != "cpu"
         self._kernels = kernels or kernels_for(self._device.type)
         define = family_of(files)
         weights = open_weights(files, self._dtype, packing)
@@ -83,7 +84,7 @@ class TorchEngine:
 
     @property
     def overlaps(self) -> bool:
-        return self._device.type != "cpu"
+        return self._overlaps
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":

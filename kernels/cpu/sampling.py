@@ -115,8 +115,11 @@ def _draw_among(values: Tensor, ids: Tensor, kept: Tensor, params: DrawParams) -
 
 def draw_unlimited(logits: Tensor, params: DrawParams) -> Tensor:
     """A token of each row's whole distribution: int64 ``[num_rows]``."""
-    parts = torch.arange(len(logits)).split(ROWS_AT_ONCE)
-    return torch.cat([_noisy(logits[rows], params.rows(rows)).argmax(dim=1) for rows in parts])
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    for begin in range(0, len(logits), ROWS_AT_ONCE):
+        rows = torch.arange(begin, min(begin + ROWS_AT_ONCE, len(logits)))
+        tokens[rows] = _noisy(logits[rows], params.rows(rows)).argmax(dim=1)
+    return tokens
 
 
 def _noisy(logits: Tensor, params: DrawParams) -> Tensor:
