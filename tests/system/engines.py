@@ -39,7 +39,8 @@ class EngineCase:
     def loaded(self) -> str:
         """What the worker's log says of this engine and its weights."""
         if self.engine == "torch":
-            weights = "float32" if self.quantization == "none" else f"weights {self.quantization}"
+            kept = f"weights {self.quantization}, activations float32"
+            weights = "float32" if self.quantization == "none" else kept
             return f"torch engine: {weights} on cpu, KV cache float32, native kernels"
         return f"OpenVINO engine: weights {self.quantization}, KV cache float32"
 
