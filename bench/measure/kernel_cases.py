@@ -219,6 +219,7 @@ def _sampling(kernels: Kernels, sizes: Sizes, rows: int) -> Iterator[Case]:
         params = _params(rows, temperature, top_p)
         return Case("sample", f"{name}, {size}", lambda _: kernels.sample(logits, params), read)
 
+    yield Case("argmax", size, lambda _: kernels.argmax(logits), read)
     yield drawing("greedy", 0.0, 1.0)
     yield drawing("top-p 0.9", 1.0, 0.9)
     yield drawing("no limit", 1.0, 1.0)
