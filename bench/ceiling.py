@@ -18,7 +18,7 @@ from dataclasses import asdict
 
 from loadgen import options as checks
 from loadgen.lengths import InputError, Lengths
-from loadgen.workload import ArrivalSpec, LengthSource, make_requests
+from loadgen.workload import ArrivalSpec, make_requests
 from measure.ceilings import Ceilings, ModelCost, limits_text, measure_ceilings
 from measure.figures import number, table
 from measure.machine import describe, write_json
@@ -34,7 +34,7 @@ def main() -> int:
         model = open_model(options.model)
         ceilings = measure_ceilings()
         rates = {size: _rates(options, model.config, size, ceilings) for size in options.weight_bytes}
-    except (ModelError, InputError, ValueError) as error:
+    except (ModelError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(_text(rates, options.sweep, ceilings))
@@ -54,14 +54,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="4,0.71",
         help="of each weight (default: 4)",
     )
-    parser.add_argument("--sweep", type=checks.integers, default=[1, 4, 16, 64], metavar="1,4,16,64")
-    parser.add_argument(
-        "--sweep-requests", type=checks.integers, default=[16, 16, 32, 64], metavar="16,16,32,64"
-    )
-    parser.add_argument("--lengths", metavar="CSV", help="prompt_tokens,output_tokens; else 128,64")
-    parser.add_argument("--max-total", type=checks.integer(2), help="keep prompt + output <= N tokens")
+    checks.add_closed_loops(parser)
     parser.add_argument("--rounds", type=checks.integer(1), default=3, help="of requests (default: 3)")
-    parser.add_argument("--seed", type=checks.integer(0), default=0, help="of the lengths")
     parser.add_argument("--json", metavar="FILE", help="where to write all figures")
     return parser
 
@@ -70,13 +64,18 @@ def _rates(
     options: argparse.Namespace, config: dict[str, int], weight_bytes: float, ceilings: Ceilings
 ) -> list[float]:
     """Output tokens per second at each point of the sweep, the median of all rounds."""
-    points = zip(options.sweep, options.sweep_requests, strict=True)
     return [
         statistics.median(
-            _rate(_lengths(options, count, number, index), clients, config, weight_bytes, ceilings)
+            _rate(
+                _lengths(options, point.requests, number, index),
+                point.clients or 1,
+                config,
+                weight_bytes,
+                ceilings,
+            )
             for number in range(options.rounds)
         )
-        for index, (clients, count) in enumerate(points)
+        for index, point in enumerate(checks.closed_loops(options))
     ]
 
 
@@ -86,8 +85,7 @@ def _sizes(text: str) -> list[float]:
 
 def _lengths(options: argparse.Namespace, count: int, number: int, index: int) -> list[Lengths]:
     """Those of the requests of `bench/peers.py` in round `number` at point `index`."""
-    synthetic = None if options.lengths else Lengths(128, 64)
-    source = LengthSource(options.lengths, None, synthetic, options.max_total)
+    source = checks.length_source(options)
     requests = make_requests(source, ArrivalSpec(), count, 1000, [options.seed, number, index])
     return [Lengths(len(request.prompt), request.output_tokens) for request in requests]
 

@@ -27,12 +27,12 @@ from loadgen import report
 from loadgen.compare import Comparison, Turn, order
 from loadgen.drive import Run, closed_loop, warm_up
 from loadgen.http_client import HttpClient
-from loadgen.lengths import InputError, Lengths
+from loadgen.lengths import InputError
 from loadgen.options import Point
 from loadgen.progress import progress
 from loadgen.records import RequestError
 from loadgen.servers import Server, read_server, serving
-from loadgen.workload import ArrivalSpec, LengthSource, make_requests
+from loadgen.workload import ArrivalSpec, make_requests
 from measure.machine import describe, write_json
 from measure.processes import StartError, stop_on_sigterm
 
@@ -42,7 +42,7 @@ def main() -> int:
     stop_on_sigterm()
     turns: list[Turn] = []
     try:
-        servers, points = _servers(options), _points(options)
+        servers, points = _servers(options), checks.closed_loops(options)
         for number in range(options.rounds):
             names = order(list(servers), number)
             turns += [_turn(servers[name], points, number, options) for name in names]
@@ -72,14 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         help="others are shown as multiples of it",
     )
     parser.add_argument("--rounds", type=checks.integer(1), default=3, help="default: 3")
-    parser.add_argument("--sweep", type=checks.integers, default=[1, 4, 16, 64], metavar="1,4,16,64")
-    parser.add_argument(
-        "--sweep-requests", type=checks.integers, default=[16, 16, 32, 64], metavar="16,16,32,64"
-    )
-    parser.add_argument("--lengths", metavar="CSV", help="prompt_tokens,output_tokens; else 128,64")
-    parser.add_argument("--max-total", type=checks.integer(2), help="keep prompt + output <= N tokens")
+    checks.add_closed_loops(parser)
     parser.add_argument("--vocab", type=checks.integer(21), default=49152, help="default: 49152")
-    parser.add_argument("--seed", type=checks.integer(0), default=0, help="of lengths and prompts")
     parser.add_argument("--warmup", type=checks.integer(0), default=8, help="requests of each turn")
     parser.add_argument("--timeout", type=checks.number(0.001), default=600.0, help="of a request, s")
     parser.add_argument("--start-timeout", type=checks.number(0.001), default=600.0, help="seconds")
@@ -97,13 +91,6 @@ def _servers(options: argparse.Namespace) -> dict[str, Server]:
     if unknown:
         raise InputError(f"--base {unknown[0]}: no --server has this name")
     return named
-
-
-def _points(options: argparse.Namespace) -> list[Point]:
-    if len(options.sweep) != len(options.sweep_requests):
-        raise InputError("--sweep-requests: as many as there are client counts in --sweep")
-    pairs = zip(options.sweep_requests, options.sweep, strict=True)
-    return [Point(requests, clients) for requests, clients in pairs]
 
 
 def _turn(server: Server, points: Sequence[Point], number: int, options: argparse.Namespace) -> Turn:
@@ -131,8 +118,7 @@ async def _measure(
 
 def _run(point: Point, seed: Sequence[int], options: argparse.Namespace) -> Run:
     """The same for every server; other prompts at each point and round, against prefix caches."""
-    synthetic = None if options.lengths else Lengths(128, 64)
-    source = LengthSource(options.lengths, None, synthetic, options.max_total)
+    source = checks.length_source(options)
     return Run(make_requests(source, ArrivalSpec(), point.requests, options.vocab, seed))
 
 

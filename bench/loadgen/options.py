@@ -185,6 +185,31 @@ def _points(values: argparse.Namespace) -> list[Point]:
     return [Point(count, clients) for count, clients in zip(counts, values.sweep, strict=True)]
 
 
+def add_closed_loops(parser: argparse.ArgumentParser) -> None:
+    """Closed loops one after the other, for `closed_loops` and `length_source`."""
+    parser.add_argument("--sweep", type=integers, default=[1, 4, 16, 64], metavar="1,4,16,64")
+    parser.add_argument(
+        "--sweep-requests", type=integers, default=[16, 16, 32, 64], metavar="16,16,32,64"
+    )
+    parser.add_argument("--lengths", metavar="CSV", help="prompt_tokens,output_tokens; else 128,64")
+    parser.add_argument("--max-total", type=integer(2), help="keep prompt + output <= N tokens")
+    parser.add_argument("--seed", type=integer(0), default=0, help="of lengths and prompts")
+
+
+def closed_loops(values: argparse.Namespace) -> list[Point]:
+    """Raises InputError."""
+    if len(values.sweep) != len(values.sweep_requests):
+        raise InputError("--sweep-requests: as many as there are client counts in --sweep")
+    pairs = zip(values.sweep_requests, values.sweep, strict=True)
+    return [Point(requests, clients) for requests, clients in pairs]
+
+
+def length_source(values: argparse.Namespace) -> LengthSource:
+    """Lengths from the file, or the same for all requests."""
+    synthetic = None if values.lengths else Lengths(128, 64)
+    return LengthSource(values.lengths, None, synthetic, values.max_total)
+
+
 def integer(minimum: int) -> Callable[[str], int]:
     """A reader of an option's value, for argparse; `number` and `integers` likewise."""
 
