@@ -14,7 +14,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from loadgen import options as checks
 from loadgen.lengths import InputError, Lengths
@@ -25,15 +25,17 @@ from measure.machine import describe, write_json
 
 from octavo.common.modelfiles import ModelError, open_model
 
-_FLOAT_BYTES = 4
-
 
 def main() -> int:
     options = _parser().parse_args()
     try:
         model = open_model(options.model)
         ceilings = measure_ceilings()
-        rates = {size: _rates(options, model.config, size, ceilings) for size in options.weight_bytes}
+        cost = ModelCost.of(model.config)
+        rates = {
+            size: _rates(options, replace(cost, weight_bytes=size), ceilings)
+            for size in options.weight_bytes
+        }
     except (ModelError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,17 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _rates(
-    options: argparse.Namespace, config: dict[str, int], weight_bytes: float, ceilings: Ceilings
-) -> list[float]:
+def _rates(options: argparse.Namespace, cost: ModelCost, ceilings: Ceilings) -> list[float]:
     """Output tokens per second at each point of the sweep, the median of all rounds."""
     return [
         statistics.median(
             _rate(
                 _lengths(options, point.requests, number, index),
                 point.clients or 1,
-                config,
-                weight_bytes,
+                cost,
                 ceilings,
             )
             for number in range(options.rounds)
@@ -90,27 +89,15 @@ def _lengths(options: argparse.Namespace, count: int, number: int, index: int) -
     return [Lengths(len(request.prompt), request.output_tokens) for request in requests]
 
 
-def _rate(
-    requests: Sequence[Lengths],
-    clients: int,
-    config: dict[str, int],
-    weight_bytes: float,
-    ceilings: Ceilings,
-) -> float:
+def _rate(requests: Sequence[Lengths], clients: int, cost: ModelCost, ceilings: Ceilings) -> float:
     """Output tokens per second."""
-    kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    token_bytes = 2 * config["num_hidden_layers"] * kv_heads * head_dim * _FLOAT_BYTES
-    cost = ModelCost.of(config, token_bytes)
-    weights = (cost.layer_weights + cost.head_weights) * weight_bytes
     waiting, running, seconds = list(requests), list[list[int]](), 0.0
     while waiting or running:
         come, waiting = waiting[: clients - len(running)], waiting[clients - len(running) :]
         running += [[request.prompt, request.output] for request in come]
         computed = len(running) - len(come) + sum(request.prompt for request in come)
         flops = cost.flops(computed, len(running), attended=0)
-        bytes_read = weights + sum(cached for cached, _ in running) * token_bytes
-        seconds += max(flops / ceilings.matmul_flops, bytes_read / ceilings.memory_bytes)
+        seconds += cost.floor(flops, cost.bytes_read(sum(cached for cached, _ in running)), ceilings)
         running = [[cached + 1, left - 1] for cached, left in running if left > 1]
     return sum(request.output for request in requests) / seconds
 

@@ -29,10 +29,10 @@ from typing import Any
 import uvloop
 from loadgen.drive import Run, closed_loop, warm_up
 from loadgen.http_client import HttpClient
-from loadgen.lengths import InputError, Lengths
-from loadgen.options import integer, number
+from loadgen.lengths import InputError
+from loadgen.options import add_lengths, integer, length_source, number
 from loadgen.records import RequestError
-from loadgen.workload import ArrivalSpec, LengthSource, make_requests
+from loadgen.workload import ArrivalSpec, make_requests
 from measure.figures import number as shown
 from measure.figures import table
 from measure.machine import describe, write_json
@@ -100,10 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=integer(1), default=32, help="default: 32")
     parser.add_argument("--warmup", type=integer(0), default=8, help="requests (default: 8)")
     parser.add_argument("--temperature", type=number(0), default=0.0, help="default: 0, greedy")
-    parser.add_argument("--lengths", metavar="CSV", help="prompt_tokens,output_tokens; else 128,64")
-    parser.add_argument("--max-total", type=integer(2), help="keep prompt + output <= N tokens")
+    add_lengths(parser)
     parser.add_argument("--vocab", type=integer(21), default=49152, help="default: 49152")
-    parser.add_argument("--seed", type=integer(0), default=0, help="of lengths and prompts")
     parser.add_argument("--json", metavar="FILE", help="where to write all figures")
     add_service_options(parser)
     return parser
@@ -144,8 +142,7 @@ async def _load(options: argparse.Namespace, url: str, forwarder: Forwarder, num
     """Seconds of the measured run. Raises RequestError when a request fails."""
     client = HttpClient(url, "completions", None, options.temperature, {})
     await warm_up(client, options.warmup, options.vocab, [options.seed, number, 0], _TIMEOUT)
-    synthetic = None if options.lengths else Lengths(128, 64)
-    source = LengthSource(options.lengths, None, synthetic, options.max_total)
+    source = length_source(options)
     seed = [options.seed, number, 1]
     run = Run(make_requests(source, ArrivalSpec(), options.requests, options.vocab, seed))
     forwarder.mark()

@@ -49,7 +49,7 @@ from octavo.proto.session import (
     control_identity,
     gateway_identity,
 )
-from octavo.proto.wire import Int32s, Message, ProtocolError, unpack
+from octavo.proto.wire import Int32s, Message, ProtocolError, all_below, unpack
 
 log = logging.getLogger("octavo.controlplane")
 
@@ -283,11 +283,8 @@ class ControlPlane:
 
     def _check_tokens(self, field: str, ids: Int32s) -> None:
         model = self.gangs.model
-        if model is None or not len(ids):
-            return
-        vocab_size = model.vocab_size
-        if int(ids.max()) >= vocab_size or int(ids.min()) < 0:
-            raise Refusal("INVALID_ARGUMENT", f"{field}: a token id is not in [0, {vocab_size})")
+        if model is not None and not all_below(ids, model.vocab_size):
+            raise Refusal("INVALID_ARGUMENT", f"{field}: a token id is not in [0, {model.vocab_size})")
 
     def _welcome(self) -> Welcome:
         welcome = Welcome(controlplane=self.incarnation, ready=self.is_ready, lease=self.options.lease)

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.proto.plan import Admit, Sampling
-from octavo.proto.wire import Int32s
+from octavo.proto.wire import Int32s, all_below
 
 Ints = npt.NDArray[np.int32]
 
@@ -132,7 +132,7 @@ class Slots:
         _check_sampling(admit.sampling, place)
 
     def _check_ids(self, ids: Int32s, place: str) -> None:
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self._vocab_size):
+        if not all_below(ids, self._vocab_size):
             raise PlanError(f"{place}: an id is not in [0, {self._vocab_size})")
 
     def _set_sampling(self, slot: int, sampling: Sampling) -> None:

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
-import numpy as np
-
 from octavo.frontend.live import LiveRequest, Score
 from octavo.proto.plan import DrawLogprobs
 from octavo.proto.session import PromptScores, Tokens
-from octavo.proto.wire import ProtocolError
+from octavo.proto.wire import ProtocolError, all_below
 
 
 def deliver(message: Tokens, live: Mapping[int, LiveRequest], vocab_size: int) -> list[LiveRequest]:
@@ -40,7 +38,7 @@ def _check(message: Tokens, vocab_size: int) -> None:
             raise ProtocolError(f"tokens.{name}: not as long as tokens.tokens")
     if not len(message.started) == len(message.started_attempts) == len(message.cached):
         raise ProtocolError("tokens.started: not as long as its partners")
-    if count and int(message.tokens.view(np.uint32).max()) >= vocab_size:  # negative ones are larger
+    if not all_below(message.tokens, vocab_size):
         raise ProtocolError("tokens.tokens: an id is outside the vocabulary")
     message.finishes.validate()
     if message.logprobs is not None:
@@ -57,10 +55,9 @@ def _check_logprobs(scores: DrawLogprobs, count: int, vocab_size: int) -> None:
         raise ProtocolError("tokens.logprobs.top_counts: negative")
     if not len(scores.top_ids) == len(scores.top_logprobs) == int(counts.sum()):
         raise ProtocolError("tokens.logprobs.top_ids: not as long as top_counts says")
-    if len(draws) and not (int(draws.min()) >= 0 and int(draws.max()) < count):
+    if not all_below(draws, count):
         raise ProtocolError("tokens.logprobs.draws: out of range")
-    top = scores.top_ids
-    if len(top) and not (int(top.min()) >= 0 and int(top.max()) < vocab_size):
+    if not all_below(scores.top_ids, vocab_size):
         raise ProtocolError("tokens.logprobs.top_ids: an id is outside the vocabulary")
 
 
@@ -68,8 +65,7 @@ def _check_prompt_scores(scores: PromptScores, vocab_size: int) -> None:
     size = len(scores.logprobs) * scores.top_count
     if scores.top_count < 0 or not len(scores.top_ids) == len(scores.top_logprobs) == size:
         raise ProtocolError("tokens.prompt_scores.top_ids: not as long as top_count says")
-    top = scores.top_ids
-    if len(top) and not (int(top.min()) >= 0 and int(top.max()) < vocab_size):
+    if not all_below(scores.top_ids, vocab_size):
         raise ProtocolError("tokens.prompt_scores.top_ids: an id is outside the vocabulary")
     if scores.start < 1:
         raise ProtocolError("tokens.prompt_scores.start: below 1")

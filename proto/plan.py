@@ -23,6 +23,7 @@ from octavo.proto.wire import (
     Int32s,
     Message,
     ProtocolError,
+    all_below,
     bounded,
     float32s,
     int32s,
@@ -243,7 +244,7 @@ def _same_length(plan: Plan, *names: str) -> None:
 
 
 def _in_range(ids: Int32s, limit: int, path: str) -> None:
-    if len(ids) and int(ids.view(np.uint32).max()) >= limit:  # where negative ones are the largest
+    if not all_below(ids, limit):
         raise ProtocolError(f"{path}: an id is not in [0, {limit})")
 
 

@@ -18,6 +18,7 @@ from octavo.proto.wire import (
     Int32s,
     Message,
     ProtocolError,
+    all_below,
     bounded,
     float32s,
     int32s,
@@ -312,7 +313,7 @@ class Finishes(Message):
         columns = (self.attempts, self.samples, self.reasons, self.stop_tokens, self.scores)
         if any(len(column) != len(self) for column in columns):
             raise ProtocolError("tokens.finishes: the columns differ in length")
-        if len(self) and not ((self.reasons >= 0) & (self.reasons < len(FINISH_REASONS))).all():
+        if not all_below(self.reasons, len(FINISH_REASONS)):
             raise ProtocolError(f"tokens.finishes.reasons: not in [0, {len(FINISH_REASONS)})")
 
 

@@ -131,6 +131,11 @@ def unpack(frame: bytes, *allowed: type[M]) -> M:
     raise ProtocolError(f"kind: {kind!r:.40} is not expected here")
 
 
+def all_below(ids: Int32s, limit: int) -> bool:
+    """Whether all are in [0, limit)."""
+    return not len(ids) or int(ids.view(np.uint32).max()) < limit  # negative ones are the largest
+
+
 def _unpacked(data: bytes, path: str) -> Any:
     try:
         return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)  # type: ignore

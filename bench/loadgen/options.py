@@ -191,6 +191,11 @@ def add_closed_loops(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sweep-requests", type=integers, default=[16, 16, 32, 64], metavar="16,16,32,64"
     )
+    add_lengths(parser)
+
+
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """For `length_source`, and the seed of what it gives."""
     parser.add_argument("--lengths", metavar="CSV", help="prompt_tokens,output_tokens; else 128,64")
     parser.add_argument("--max-total", type=integer(2), help="keep prompt + output <= N tokens")
     parser.add_argument("--seed", type=integer(0), default=0, help="of lengths and prompts")

@@ -84,14 +84,16 @@ class ModelCost:
     head_weights: int  # of the matrix that gives logits
     attention_flops: int  # per token and per token that it attends to
     token_bytes: int  # of KV cache per token
-    weight_bytes: int = _FLOAT_BYTES
+    weight_bytes: float = _FLOAT_BYTES  # of each
 
     @classmethod
-    def of(cls, config: dict[str, int], token_bytes: int) -> "ModelCost":
-        """From Hugging Face's configuration."""
+    def of(cls, config: dict[str, int], token_bytes: int | None = None) -> "ModelCost":
+        """From Hugging Face's configuration; without `token_bytes` the KV cache is float32."""
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         head_dim = config.get("head_dim") or hidden // heads
         kv_heads = config.get("num_key_value_heads") or heads
+        if token_bytes is None:
+            token_bytes = 2 * config["num_hidden_layers"] * kv_heads * head_dim * _FLOAT_BYTES
         projections = 2 * hidden * head_dim * (heads + kv_heads)
         layer = projections + 3 * hidden * config["intermediate_size"]
         return cls(
@@ -106,11 +108,11 @@ class ModelCost:
         products = 2 * (tokens * self.layer_weights + logits * self.head_weights)
         return products + attended * self.attention_flops
 
-    def bytes_read(self, cached_tokens: int) -> int:
+    def bytes_read(self, cached_tokens: int) -> float:
         """Weights once, and the KV cache of the tokens that are attended to."""
         weights = self.layer_weights + self.head_weights
         return weights * self.weight_bytes + cached_tokens * self.token_bytes
 
-    def floor(self, flops: int, bytes_read: int, ceilings: Ceilings) -> float:
+    def floor(self, flops: int, bytes_read: float, ceilings: Ceilings) -> float:
         """Seconds that no implementation on this machine could beat."""
         return max(flops / ceilings.matmul_flops, bytes_read / ceilings.memory_bytes)

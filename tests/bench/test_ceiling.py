@@ -1,7 +1,7 @@
 import ceiling
 import pytest
 from loadgen.lengths import Lengths
-from measure.ceilings import Ceilings
+from measure.ceilings import Ceilings, ModelCost
 from small_model import CONFIG
 
 WEIGHTS = 3 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 16) + 8 * 32
@@ -9,7 +9,7 @@ TOKEN_BYTES = 2 * 3 * 2 * 2 * 4
 
 
 def rate(requests: list[Lengths], clients: int, flops: float, memory: float) -> float:
-    return ceiling._rate(requests, clients, CONFIG, 4, Ceilings(2, flops, memory))
+    return ceiling._rate(requests, clients, ModelCost.of(CONFIG), Ceilings(2, flops, memory))
 
 
 def test_slow_memory_reads_the_weights_in_every_step_and_what_is_cached() -> None:

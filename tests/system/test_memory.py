@@ -92,15 +92,14 @@ def test_golden_greedy_under_pressure(
 ) -> None:
     lines = golden("greedy")
     assert len(lines) == 20
-    options = {**pressed(mode, engine, depth, tokens=384), "prefill_chunk": 64}
+    options = {**pressed(mode, engine, depth, tokens=320), "prefill_chunk": 64}
     with serving(engine, tmp_path / "log", options) as service:
         answers = together(service, [greedy(line) for line in lines])
         metrics = service.metrics()
         counts = {kind: metrics[f'octavo_preemptions_total{{kind="{kind}"}}'] for kind in MODES}
         service.wait_until_idle()
-    # How many there are depends on which requests meet.
-    assert sum(counts.values()) >= 5, counts
-    assert mode == "auto" or counts[mode] >= 5, counts
+    assert sum(counts.values()) >= 10, counts
+    assert mode == "auto" or counts[mode] >= 10, counts
     for line, answer in zip(lines, answers, strict=True):
         assert answer.samples[0].token_ids == line["output_token_ids"]
         logprobs = [entry.logprob for entry in answer.samples[0].logprobs]

@@ -10,6 +10,9 @@ typedef struct {
     int64_t *found; /* [rows][pieces], places in the row */
 } argmax_task;
 
+/* Whether torch's argmax prefers a value to one with a lower place. */
+INLINE int is_preferred(float value, float to) { return !isnan(to) && !(value <= to); }
+
 /* Marks in `odd` the lanes that met a NaN, in whose presence the result means nothing. */
 INLINE float largest_value(const float *values, int64_t count, ivec *odd) {
     vec found = all(values[0]);
@@ -72,7 +75,7 @@ static void argmax(const argmax_args *args) {
         int64_t best = found[row * pieces];
         for (int64_t i = 1; i < pieces; i++) {
             int64_t other = found[row * pieces + i];
-            if (!isnan(values[best]) && !(values[other] <= values[best]))
+            if (is_preferred(values[other], values[best]))
                 best = other;
         }
         args->places[row] = best;

@@ -51,13 +51,14 @@ INLINE group_terms load_terms(const uint8_t *group, int column) {
     return terms;
 }
 
+/* Adds to what the sums [rows][PANEL] hold. */
 INLINE void fused_tile(const int rows, const int bits, int64_t groups, const float *input,
-                       const uint8_t *panel, int column, const float *bias, float *output) {
+                       const uint8_t *panel, int column, float *output) {
     int64_t size = group_bytes(bits), depth = groups * GROUP_DEPTH;
     vec sums[FUSED_ROWS][2];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < 2; v++)
-            sums[r][v] = load(bias + column + v * HALF_PANEL);
+            sums[r][v] = load(output + r * PANEL + column + v * HALF_PANEL);
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *group = panel + g * size, *step = group + TERMS_BYTES;
         const float *a = input + g * GROUP_DEPTH;
@@ -78,14 +79,13 @@ INLINE void fused_tile(const int rows, const int bits, int64_t groups, const flo
         UNROLL for (int v = 0; v < 2; v++) store(output + r * PANEL + column + v * HALF_PANEL, sums[r][v]);
 }
 
-typedef void (*fused_function)(int64_t groups, const float *input, const uint8_t *panel, const float *bias,
-                               float *output);
+typedef void (*fused_function)(int64_t groups, const float *input, const uint8_t *panel, float *sums);
 
 #define FUSED(rows, bits)                                                                                 \
     static void fused_##rows##_##bits(int64_t groups, const float *input, const uint8_t *panel,           \
-                                      const float *bias, float *output) {                                 \
+                                      float *sums) {                                                      \
         for (int column = 0; column < HALF_PANEL; column += WIDTH)                                        \
-            fused_tile(rows, bits, groups, input, panel, column, bias, output);                           \
+            fused_tile(rows, bits, groups, input, panel, column, sums);                                   \
     }
 #define FUSED_OF_BOTH(rows) FUSED(rows, 4) FUSED(rows, 8)
 
@@ -109,12 +109,12 @@ FUSED_OF_BOTH(10)
 
 static const fused_function fused_tiles[2][FUSED_ROWS + 1] = {FUSED_TILES(4), FUSED_TILES(8)};
 
-static void multiply_fused(const grouped_args *args, const uint8_t *panel, const float *bias, float *sums) {
+static void multiply_fused(const grouped_args *args, const uint8_t *panel, float *sums) {
     int64_t tiles = (args->rows + FUSED_ROWS - 1) / FUSED_ROWS;
     for (int64_t i = 0; i < tiles; i++) {
         int64_t first = args->rows * i / tiles, rows = args->rows * (i + 1) / tiles - first;
         const float *input = args->input + first * args->groups * GROUP_DEPTH;
-        fused_tiles[args->bits == 8][rows](args->groups, input, panel, bias, sums + first * PANEL);
+        fused_tiles[args->bits == 8][rows](args->groups, input, panel, sums + first * PANEL);
     }
 }
 
@@ -160,22 +160,38 @@ static void add_panel(const grouped_args *args, const uint8_t *panel, int64_t fi
 
 #define SUM_ROWS 192 /* rows of sums that stay in the first-level cache: 24 KB */
 
-static void grouped_panel(const grouped_args *args, int64_t panel, int64_t first, int64_t rows) {
-    float sums[SUM_ROWS * PANEL] __attribute__((aligned(64))), bias[PANEL] __attribute__((aligned(64))) = {0};
-    int64_t columns = args->out_size - panel * PANEL < PANEL ? args->out_size - panel * PANEL : PANEL;
-    const uint8_t *packed = args->panels + panel * args->groups * group_bytes(args->bits);
+/* Bytes of a panel's columns in a row of the output; the last panel may have fewer. */
+INLINE size_t panel_bytes(const grouped_args *args, int64_t panel) {
+    int64_t columns = args->out_size - panel * PANEL;
+    return (size_t)(columns < PANEL ? columns : PANEL) * 4;
+}
+
+/* What the sums [rows][PANEL] of a panel begin with. */
+static void start_sums(const grouped_args *args, int64_t panel, int64_t rows, float *sums) {
+    float bias[PANEL] = {0};
     if (args->bias)
-        memcpy(bias, args->bias + panel * PANEL, (size_t)columns * 4);
-    if (args->rows <= FEW_ROWS) {
-        multiply_fused(args, packed, bias, sums);
-    } else {
-        for (int64_t r = 0; r < rows; r++)
-            memcpy(sums + r * PANEL, bias, sizeof bias);
-        add_panel(args, packed, first, rows, sums);
-    }
+        memcpy(bias, args->bias + panel * PANEL, panel_bytes(args, panel));
+    for (int64_t r = 0; r < rows; r++)
+        memcpy(sums + r * PANEL, bias, sizeof bias);
+}
+
+/* Puts the sums of rows first .. into the output. */
+static void put_sums(const grouped_args *args, int64_t panel, int64_t first, int64_t rows,
+                     const float *sums) {
     for (int64_t r = 0; r < rows; r++)
         memcpy(args->output + (first + r) * args->out_size + panel * PANEL, sums + r * PANEL,
-               (size_t)columns * 4);
+               panel_bytes(args, panel));
+}
+
+static void grouped_panel(const grouped_args *args, int64_t panel, int64_t first, int64_t rows) {
+    float sums[SUM_ROWS * PANEL] __attribute__((aligned(64)));
+    const uint8_t *packed = args->panels + panel * args->groups * group_bytes(args->bits);
+    start_sums(args, panel, rows, sums);
+    if (args->rows <= FEW_ROWS)
+        multiply_fused(args, packed, sums);
+    else
+        add_panel(args, packed, first, rows, sums);
+    put_sums(args, panel, first, rows, sums);
 }
 
 static void grouped_item(const void *opaque, int64_t item, int member) {

@@ -10,8 +10,8 @@
 
 typedef struct {
     const gumbel_args *args;
-    int64_t pieces; /* of each row */
-    float *largest; /* [rows] */
+    int64_t pieces;     /* of each row */
+    int64_t *likeliest; /* [rows], places of the largest logits */
     struct best {
         float value;
         int64_t place;
@@ -83,9 +83,9 @@ static void noise_of(const gumbel_args *args, int64_t row, int64_t first, int64_
 /* Values first .. first + count of a row, scaled, with their noise. */
 static void add_noise(const gumbel_task *task, int64_t row, int64_t first, int64_t count, float *noisy) {
     const gumbel_args *args = task->args;
-    const float *logits = args->logits + row * args->size + first;
-    float temperature = args->temperatures[row];
-    vec largest = all(task->largest[row]);
+    const float *own = args->logits + row * args->size, *logits = own + first;
+    float temperature = args->temperatures[row], most = own[task->likeliest[row]];
+    vec largest = all(isinf(most) ? 0.0f : most);
     vec divisor = all(temperature > MIN_TEMPERATURE ? temperature : MIN_TEMPERATURE);
     noise_of(args, row, first, count, noisy);
     int64_t i = 0;
@@ -108,39 +108,31 @@ static void gumbel_item(const void *opaque, int64_t item, int member) {
         int64_t count = end - first < DRAWN_AT_ONCE ? end - first : DRAWN_AT_ONCE;
         add_noise(task, row, first, count, noisy);
         int64_t place = place_of_largest(noisy, count);
-        if (isnan(noisy[place]) || noisy[place] > best.value)
+        if (is_preferred(noisy[place], best.value))
             best = (struct best){noisy[place], first + place};
     }
     task->best[item] = best;
 }
 
-static void largest_item(const void *opaque, int64_t row, int member) {
-    (void)member;
-    const gumbel_task *task = opaque;
-    const float *logits = task->args->logits + row * task->args->size;
-    float largest = logits[place_of_largest(logits, task->args->size)];
-    task->largest[row] = isinf(largest) ? 0.0f : largest;
-}
-
 static int gumbel(const gumbel_args *args) {
     gumbel_task task = {.args = args, .pieces = (args->size + DRAW_PIECE - 1) / DRAW_PIECE};
     task.pieces = task.pieces < DRAW_PIECES ? task.pieces : DRAW_PIECES;
-    task.largest = malloc((size_t)args->rows * sizeof *task.largest + 1);
+    task.likeliest = malloc((size_t)args->rows * sizeof *task.likeliest + 1);
     task.best = malloc((size_t)(args->rows * task.pieces) * sizeof *task.best + 1);
-    int failed = !task.largest || !task.best;
+    int failed = !task.likeliest || !task.best;
     if (!failed) {
-        pool_run(largest_item, &task, args->rows);
+        argmax(&(argmax_args){args->logits, args->rows, args->size, task.likeliest});
         pool_run(gumbel_item, &task, args->rows * task.pieces);
         for (int64_t row = 0; row < args->rows; row++) {
             const struct best *own = task.best + row * task.pieces;
             int64_t best = 0;
             for (int64_t i = 1; i < task.pieces; i++)
-                if (!isnan(own[best].value) && !(own[i].value <= own[best].value))
+                if (is_preferred(own[i].value, own[best].value))
                     best = i;
             args->places[row] = own[best].place;
         }
     }
-    free(task.largest);
+    free(task.likeliest);
     free(task.best);
     return failed ? -1 : 0;
 }

@@ -164,18 +164,13 @@ static const rounded_function rounded_tiles[2][2][ROUNDED_ROWS + 1] = {
 
 static void rounded_panel(const rounded_task *task, int64_t tile, int64_t panel, int fetches) {
     const grouped_args *args = task->args;
-    float sums[ROUNDED_ROWS * PANEL] __attribute__((aligned(64))) = {0};
+    float sums[ROUNDED_ROWS * PANEL] __attribute__((aligned(64)));
     int64_t groups = args->groups, first = first_row(task, tile), rows = first_row(task, tile + 1) - first;
-    int64_t columns = args->out_size - panel * PANEL < PANEL ? args->out_size - panel * PANEL : PANEL;
-    if (args->bias)
-        for (int64_t r = 0; r < rows; r++)
-            memcpy(sums + r * PANEL, args->bias + panel * PANEL, (size_t)columns * 4);
+    start_sums(args, panel, rows, sums);
     rounded_tiles[args->bits == 8][task->digits - 1][rows](
         groups, args->panels + panel * groups * group_bytes(args->bits), fetches,
         task->bytes + first * groups * GROUP_DEPTH * task->digits, task->terms + first * groups, sums);
-    for (int64_t r = 0; r < rows; r++)
-        memcpy(args->output + (first + r) * args->out_size + panel * PANEL, sums + r * PANEL,
-               (size_t)columns * 4);
+    put_sums(args, panel, first, rows, sums);
 }
 
 static void rounded_item(const void *opaque, int64_t item, int member) {
