@@ -12,7 +12,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from octavo.common.curve import ServerKeys
 from octavo.common.logs import LimitedLog
-from octavo.controlplane.sockets import Context, LoopSocket, Socket
+from octavo.common.loop_socket import Context, LoopSocket, Socket
 
 log = logging.getLogger(__name__)
 

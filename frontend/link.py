@@ -10,15 +10,14 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import zmq
-import zmq.asyncio
 
 from octavo.common.curve import ClientKeys
 from octavo.common.dialing import Dialer
 from octavo.common.logs import LimitedLog
+from octavo.common.loop_socket import Context, LoopSocket, Socket
 from octavo.common.memory import Trimmer
 from octavo.frontend.errors import RequestError
 from octavo.frontend.inbox import deliver
@@ -65,7 +64,8 @@ class Link:
         on_change: Callable[[], None] = lambda: None,
         keys: ClientKeys | None = None,
     ) -> None:
-        """
+        """To be made on the running event loop.
+
         Args:
             address: of the control plane's gateway port, ``tcp://host:port``.
             model_digest: of the model whose tokens this gateway reads.
@@ -91,12 +91,16 @@ class Link:
         self._infos = Queries[Info]()
         self._trimmer = Trimmer()
         self.prefixes = Prefixes(self.incarnation, self._send, lambda: self._joined)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._make_socket(max_live)
-        self._dialer = Dialer(self._socket, address, "gateway", keys)
         self._limited = LimitedLog(log)
+        self._connected = False
+        self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._context = Context()
+        socket = self._make_socket(max_live)
+        self._dialer = Dialer(socket, address, "gateway", keys)
+        self._socket = LoopSocket(socket, self._guarded(self._on_message))
+        self._monitor = LoopSocket(self._dialer.monitor, self._guarded(self._on_monitor))
 
-    def _make_socket(self, max_live: int) -> zmq.asyncio.Socket:
+    def _make_socket(self, max_live: int) -> Socket:
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.ROUTING_ID, gateway_identity(self.incarnation))
         socket.set(zmq.LINGER, 1000)
@@ -169,8 +173,10 @@ class Link:
         """Keeps the session until cancelled. Raises LinkRefusedError."""
         try:
             self._dialer.connect()
-            await _first_end(self._receive(), self._beat(), self._watch())
+            await _first_end(self._beat(), self._fault)
         finally:
+            self._socket.stop()
+            self._monitor.stop()
             self._leave(lost=True)
 
     def shut_down(self) -> None:
@@ -179,25 +185,34 @@ class Link:
         self._socket.close()
         self._context.term()
 
-    async def _watch(self) -> None:
+    def _guarded(self, take: Callable[[list[bytes]], None]) -> Callable[[list[bytes]], None]:
+        """`take`, with the session ending by whatever it raises."""
+
+        def guarded(parts: list[bytes]) -> None:
+            try:
+                take(parts)
+            except Exception as error:
+                if not self._fault.done():
+                    self._fault.set_exception(error)
+
+        return guarded
+
+    def _on_monitor(self, parts: list[bytes]) -> None:
         """What was in flight when a connection broke is lost, so the session starts again."""
-        was_connected = False
-        while True:
-            event = self._dialer.take(await self._dialer.monitor.recv_multipart())
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                was_connected = True
-                self._say_hello()
-            elif event == zmq.EVENT_DISCONNECTED and was_connected:
-                was_connected = False
-                log.warning("the connection to the control plane at %s broke", self._address)
-                self._leave(lost=True)
+        event = self._dialer.take(parts)
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._connected = True
+            self._say_hello()
+        elif event == zmq.EVENT_DISCONNECTED and self._connected:
+            self._connected = False
+            log.warning("the connection to the control plane at %s broke", self._address)
+            self._leave(lost=True)
 
     def _say_hello(self) -> None:
         self._send(Hello(incarnation=self.incarnation, model_digest=self._digest))
 
-    async def _receive(self) -> None:
-        while True:
-            frame = await self._socket.recv()
+    def _on_message(self, parts: list[bytes]) -> None:
+        for frame in parts:
             try:
                 self._dispatch(frame)
             except ProtocolError as error:
@@ -342,16 +357,16 @@ class Link:
 
     def _send(self, message: Message) -> bool:
         """Whether the message went out; if not, the beats set things right later."""
-        future: Any = self._socket.send(message.pack(), zmq.DONTWAIT)  # done already
-        error = future.exception()
-        if error is not None and not isinstance(error, zmq.Again):
-            raise error
-        return error is None
+        try:
+            self._socket.send([message.pack()])
+        except zmq.Again:
+            return False
+        return True
 
 
-async def _first_end(*coroutines: Any) -> None:
+async def _first_end(*awaitables: Awaitable[None]) -> None:
     """Runs all until one ends, with its error if it has one; the others are cancelled."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
