@@ -119,9 +119,9 @@ class _Servicer(generation_pb2_grpc.GenerationServicer):
             with await self._generator.open([read_request(request)]) as batch:
                 stream = batch.streams[0]
                 writer = Writer(stream, self._generator.tokenizer)
-                async for _, deltas in batch.deltas():
-                    for i, delta in enumerate(deltas, start=1):
-                        is_last = stream.drained and i == len(deltas)
+                while news := await batch.take():
+                    for i, (_, delta) in enumerate(news, start=1):
+                        is_last = stream.drained and i == len(news)
                         await context.write(writer.message(delta, is_last))
 
     async def GenerateUnary(  # noqa: N802
@@ -131,8 +131,8 @@ class _Servicer(generation_pb2_grpc.GenerationServicer):
             self._check_model(request.model)
             with await self._generator.open([read_request(request)]) as batch:
                 deltas: list[Delta] = []
-                async for _, news in batch.deltas():
-                    deltas += news
+                while news := await batch.take():
+                    deltas += [delta for _, delta in news]
                 return Writer(batch.streams[0], self._generator.tokenizer).reply(deltas)
 
     async def Tokenize(  # noqa: N802

@@ -23,13 +23,8 @@ from octavo.frontend.doorkeeper import LoggedTls
 from octavo.frontend.errors import RequestError
 from octavo.frontend.generation import Generator
 from octavo.frontend.http_response import Reply, WatchedResponse, error_headers
-from octavo.frontend.openai_format import (
-    DONE,
-    ChatFormatter,
-    CompletionFormatter,
-    error_body,
-    event,
-)
+from octavo.frontend.openai_events import EventWriter
+from octavo.frontend.openai_format import ChatFormatter, CompletionFormatter, error_body
 from octavo.frontend.openai_types import ChatRequest, CompletionRequest
 from octavo.frontend.sample import Delta
 from octavo.frontend.streams import Batch
@@ -130,8 +125,8 @@ class HttpApi:
 
 async def _whole(reply: Reply, batch: Batch, formatter: CompletionFormatter | ChatFormatter) -> None:
     deltas: list[tuple[int, Delta]] = []
-    async for stream, news in batch.deltas():
-        deltas += [(stream, delta) for delta in news]
+    while news := await batch.take():
+        deltas += news
     await reply.body(200, formatter.answer(deltas))
 
 
@@ -141,17 +136,11 @@ async def _stream(
     formatter: CompletionFormatter | ChatFormatter,
     asked: CompletionRequest | ChatRequest,
 ) -> None:
-    async for stream, news in batch.deltas():
-        chunks = [chunk for delta in news for chunk in formatter.chunks(stream, delta)]
-        for chunk in chunks:
-            if asked.wants_running_usage:
-                chunk["usage"] = formatter.usage()
-            elif asked.wants_usage:
-                chunk["usage"] = None
-        if chunks:
-            await reply.events(b"".join(map(event, chunks)))
-    last = event(formatter.last_chunk()) if asked.wants_usage else b""
-    await reply.events(last + DONE, more=False)
+    writer = EventWriter(formatter, asked)
+    while news := await batch.take():
+        if events := writer.events(news):
+            await reply.events(events)
+    await reply.events(writer.end(), more=False)
 
 
 async def _read_body(request: Request) -> bytes:

@@ -1,6 +1,5 @@
 """Answers in the shapes of the OpenAI API."""
 
-import json
 import math
 import secrets
 import time
@@ -39,14 +38,6 @@ def error_body(error: RequestError) -> Json:
             "code": _ERROR_CODES.get(error.code),
         }
     }
-
-
-def event(body: Json) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
 
 
 class _Formatter:

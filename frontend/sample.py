@@ -1,7 +1,7 @@
 """The text side of one sample: tokens in, deltas out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from octavo.frontend.detokenizer import Detokenizer
 from octavo.frontend.live import Score
@@ -48,15 +48,6 @@ class TextRules:
     echo: str = ""  # goes before the text of each sample
 
 
-@dataclass(slots=True)
-class _Pending:
-    """What waits until somebody takes it. Bounded by the sample's own length."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    scores: list[TokenScore] = field(default_factory=list)
-
-
 class SampleText:
     """Decodes one sample's tokens, looks for its stop strings, and collects what is new."""
 
@@ -68,36 +59,45 @@ class SampleText:
         self.finish_reason = ""
         self._score: float | None = None
         self._shows_scores = sampling.logprobs is not None
-        self._rules = rules
+        self._ending_ids = rules.ending_ids
+        self._includes_stop = sampling.include_stop
+        self._min_tokens = sampling.min_tokens
         self._stop_reason: str | int | None = None
         self._decoder = Detokenizer(rules.vocabulary, sampling.skip_special_tokens, rules.prompt)
-        self._matcher = StopMatcher(sampling.stop, sampling.include_stop)
-        self._pending = _Pending([rules.echo] if rules.echo else [])
+        self._matcher = StopMatcher(sampling.stop, sampling.include_stop) if sampling.stop else None
+        # What waits until somebody takes it. Bounded by the sample's own length.
+        self._text = [rules.echo] if rules.echo else []
+        self._token_ids: list[int] = []
+        self._scores: list[TokenScore] = []
         self._chars = len(rules.echo)  # decoded, whether given out or held back
-        self._taken_last = False
+        self.drained = False  # whether the last delta has been taken
 
     def push(self, token: int, score: Score | None) -> bool:
         """Takes the next token. True: it completed a stop string, and the sample is finished."""
         self.count += 1
-        self._pending.token_ids.append(token)
+        self._token_ids.append(token)
         if score is not None:
-            self.logprob += score.logprob
-        if score is not None and self._shows_scores:
-            self._pending.scores.append(TokenScore(token, score.logprob, score.top, self._chars))
-        if token in self._rules.ending_ids:
+            self._push_score(token, score)
+        if token in self._ending_ids:
             self._stop_reason = token
-            if not self._rules.sampling.include_stop:
+            if not self._includes_stop:
                 return False
-        return self._push_text(self._decoder.push(token))
+        text = self._decoder.push(token)
+        return self._push_text(text) if text else False
+
+    def _push_score(self, token: int, score: Score) -> None:
+        self.logprob += score.logprob
+        if self._shows_scores:
+            self._scores.append(TokenScore(token, score.logprob, score.top, self._chars))
 
     @property
     def unread(self) -> int:
         """Tokens that wait until somebody takes them."""
-        return len(self._pending.token_ids)
+        return len(self._token_ids)
 
     def drop_unread(self) -> None:
         """Nobody will take what waits."""
-        self._pending = _Pending()
+        self._text, self._token_ids, self._scores = [], [], []
 
     def resume(self, tokens: Sequence[int], finish_reason: str) -> None:
         """Begins behind what the client has already; an echo was in front of the first token."""
@@ -105,16 +105,17 @@ class SampleText:
             return
         for token in tokens:
             self.push(token, None)
-        self._pending = _Pending()
+        self.drop_unread()
         if finish_reason:
-            self.finish_reason, self._taken_last = finish_reason, True
+            self.finish_reason, self.drained = finish_reason, True
 
     def finish(self, reason: str, score: float | None = None) -> None:
         """The sample has ended by its length or by an ending token; `score` of a hypothesis."""
         self._score = score
         if self.finish_reason or self._push_text(self._decoder.flush()):
             return
-        self._pending.text.append(self._matcher.flush())
+        if self._matcher is not None:
+            self._text.append(self._matcher.flush())
         self.finish_reason = reason
 
     @property
@@ -124,31 +125,25 @@ class SampleText:
 
     def take(self) -> Delta | None:
         """All that is new since the last call; None if nothing is."""
-        pending = self._pending
-        if not (pending.token_ids or pending.text or (self.finish_reason and not self._taken_last)):
+        if not (self._token_ids or self._text or (self.finish_reason and not self.drained)):
             return None
-        self._pending = _Pending()
-        self._taken_last = bool(self.finish_reason)
-        text = "".join(pending.text)
-        delta = Delta(self.index, text, pending.token_ids, pending.scores)
-        if self._taken_last:
+        delta = Delta(self.index, "".join(self._text), self._token_ids, self._scores)
+        self.drop_unread()
+        if self.finish_reason:
+            self.drained = True
             delta.finish_reason, delta.stop_reason = self.finish_reason, self._stop_reason
             delta.score = self._score
         return delta
 
-    @property
-    def drained(self) -> bool:
-        """Whether the last delta has been taken."""
-        return self._taken_last
-
     def _push_text(self, text: str) -> bool:
         """True: a stop string is complete. None completes within the first `min_tokens` tokens."""
-        if not text:
-            return False
         self._chars += len(text)
-        released = self._matcher.push(text, armed=self.count > self._rules.sampling.min_tokens)
+        if self._matcher is None:
+            self._text.append(text)
+            return False
+        released = self._matcher.push(text, armed=self.count > self._min_tokens)
         if released:
-            self._pending.text.append(released)
+            self._text.append(released)
         if self._matcher.found is None:
             return False
         self.finish_reason, self._stop_reason = "stop", self._matcher.found

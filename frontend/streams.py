@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -96,7 +96,7 @@ class Stream:
     @property
     def drained(self) -> bool:
         """Whether every choice's last delta has been taken."""
-        return bool(self._choices) and all(sample.drained for sample in self._choices)
+        return self._ended and bool(self._choices) and all(s.drained for s in self._choices)
 
     def is_stop_token(self, token: int) -> bool:
         """Whether the client asked to stop at this token, as opposed to the model's EOS tokens."""
@@ -219,7 +219,9 @@ class Batch:
         """`max_unread`: tokens of a sample that may wait while the client does not read."""
         self.streams = streams
         self._max_unread = max_unread
-        self._news = asyncio.Event()
+        self._unfinished = dict(enumerate(streams))
+        self._has_news = False
+        self._reader: asyncio.Future[None] | None = None  # waits for news
         self._is_writing = False  # what was taken is on its way to the client, which may be slow
 
     def start(self) -> None:
@@ -227,28 +229,48 @@ class Batch:
             stream.start(functools.partial(self._on_news, stream))
 
     def _on_news(self, stream: Stream) -> None:
-        self._news.set()
+        self._has_news = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
         # Much that comes at once for a client that reads, such as beams, is no fault of the client.
         if self._is_writing and stream.unread > self._max_unread:
             stream.end_unread()
 
-    async def deltas(self) -> AsyncIterator[tuple[int, list[Delta]]]:
-        """(index of the stream, its news) as they come, until all streams are drained.
+    async def take(self) -> list[tuple[int, Delta]]:
+        """All that is new, each delta with the index of its stream, as soon as there is any.
 
-        A reader that is slow gets longer deltas, not more of them. Raises RequestError.
+        Nothing, once all streams are drained. A reader that is slow gets longer deltas, not more of
+        them. Raises RequestError when a stream has failed and what the others had is taken.
         """
-        unfinished = dict(enumerate(self.streams))
-        while unfinished:
-            await self._news.wait()
-            self._news.clear()
-            for i, stream in list(unfinished.items()):
-                news = stream.take()
-                if stream.drained:
-                    del unfinished[i]
-                if news:
-                    self._is_writing = True
-                    yield i, news
-                    self._is_writing = False
+        self._is_writing = False
+        while self._unfinished:
+            await self._wait()
+            if news := self._take_news():
+                self._is_writing = True
+                return news
+        return []
+
+    async def _wait(self) -> None:
+        if not self._has_news:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        self._has_news = False
+
+    def _take_news(self) -> list[tuple[int, Delta]]:
+        news: list[tuple[int, Delta]] = []
+        for i, stream in list(self._unfinished.items()):
+            try:
+                deltas = stream.take()
+            except RequestError:
+                if not news:
+                    raise
+                self._has_news = True  # the failure is
+                break
+            for delta in deltas:
+                news.append((i, delta))
+            if stream.drained:
+                del self._unfinished[i]
+        return news
 
     def close(self) -> None:
         for stream in self.streams:

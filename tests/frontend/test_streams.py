@@ -1,6 +1,6 @@
 """What a client gets of a request: the best of its samples, hypotheses, usage, metrics."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,11 +48,10 @@ class Scene:
         await self.driver.finish(submit, index)
 
     async def read(self) -> list[Delta]:
-        return [delta for news in [news async for news in self._news()] for delta in news]
-
-    async def _news(self) -> AsyncIterator[list[Delta]]:
-        async for _, news in self.batch.deltas():
-            yield news
+        deltas: list[Delta] = []
+        while news := await self.batch.take():
+            deltas += [delta for _, delta in news]
+        return deltas
 
     def metric(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)
