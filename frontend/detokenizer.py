@@ -22,18 +22,25 @@ class Detokenizer:
         """`prompt` are the tokens before: they settle whether a first space is the text's first."""
         self._pieces = vocabulary.pieces
         self._skip = vocabulary.special if skip_special_tokens else frozenset[int]()
-        self._decode = _decoder("replace").decode
+        self._decoder = _decoder("replace")
+        self._waits = False  # whether the decoder holds bytes of a character that is not whole
         self._strip = vocabulary.strips_first_space and all(i in vocabulary.special for i in prompt)
 
     def push(self, token_id: int) -> str:
         """The text that has become certain with this token; often empty."""
         if token_id in self._skip:
             return ""
-        return self._stripped(self._decode(self._pieces[token_id]))
+        piece = self._pieces[token_id]
+        if piece.isascii() and not self._waits:  # most are; the decoder is Python, and slower
+            text = piece.decode("ascii")
+            return self._stripped(text) if self._strip else text
+        text = self._decoder.decode(piece)
+        self._waits = self._decoder.getstate()[0] != b""
+        return self._stripped(text)
 
     def flush(self) -> str:
         """What still waits, at the end of the sample."""
-        return self._stripped(self._decode(b"", True))
+        return self._stripped(self._decoder.decode(b"", True))
 
     def _stripped(self, text: str) -> str:
         if not self._strip or not text:

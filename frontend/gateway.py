@@ -9,7 +9,6 @@ import signal
 import socket
 
 import uvloop
-from starlette.types import ASGIApp
 
 from octavo.common.curve import client_keys
 from octavo.common.modelfiles import ModelError, ModelFiles, gguf_reader, open_model
@@ -63,7 +62,7 @@ class Gateway:
         )
         most = options.max_live_requests + _OTHER_CALLS
         doorkeeper = Doorkeeper(access.keys, self._metrics) if access.keys else None
-        app: ASGIApp = HttpApi(self._generator, self._is_ready).app
+        app = HttpApi(self._generator, self._is_ready).app
         self._grpc = GrpcApi(self._generator, most, doorkeeper)
         self._http = HttpServer(
             KeyMiddleware(app, doorkeeper) if doorkeeper else app,

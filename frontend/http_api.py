@@ -22,7 +22,7 @@ from octavo.frontend.bounded_http import BoundedProtocol
 from octavo.frontend.doorkeeper import LoggedTls
 from octavo.frontend.errors import RequestError
 from octavo.frontend.generation import Generator
-from octavo.frontend.http_response import Reply, WatchedResponse, error_headers
+from octavo.frontend.http_response import Reply, ShortSend, WatchedResponse, error_headers
 from octavo.frontend.openai_events import EventWriter
 from octavo.frontend.openai_format import ChatFormatter, CompletionFormatter, error_body
 from octavo.frontend.openai_types import ChatRequest, CompletionRequest
@@ -41,7 +41,7 @@ class HttpApi:
         self._generator = generator
         self._ready = ready
         self._created = int(time.time())
-        self.app = app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         app.add_api_route("/health", self._health, methods=["GET"])
         app.add_api_route("/ready", self._readiness, methods=["GET"])
         app.add_api_route("/metrics", self._metrics, methods=["GET"])
@@ -51,6 +51,7 @@ class HttpApi:
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_exception_handler(RequestError, _on_request_error)
         app.add_exception_handler(HTTPException, _on_http_exception)
+        self.app: ASGIApp = ShortSend(app)
 
     # -- probes ---------------------------------------------------------------------------------
 

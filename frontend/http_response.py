@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.frontend.errors import RETRY_SECONDS, RequestError
 from octavo.frontend.openai_format import error_body
@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 # Errors that may come before the whole request has: what is left of it is not waited for.
 _CLOSING = (401, 408, 413)
+_SHORT_SEND = "octavo.send"  # in the scope
 
 
 def error_headers(error: RequestError) -> dict[str, str]:
@@ -25,11 +26,26 @@ def error_headers(error: RequestError) -> dict[str, str]:
     return headers | ({"connection": "close"} if error.http_status in _CLOSING else {})
 
 
+class ShortSend:
+    """Shows the responses of `app` the server's own `send`.
+
+    Each layer of the framework wraps `send` in a coroutine that looks for an answer's start. Events
+    behind it, thousands to one start, need not pass through them.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, _SHORT_SEND: send}, receive, send)
+
+
 class Reply:
     """What an answer is written with: either one JSON body or a stream of events."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, short_send: Send) -> None:
+        """`short_send` is for what comes behind the answer's start; see `ShortSend`."""
+        self._send, self._short_send = send, short_send
         self._started = False
 
     async def body(self, status: int, body: dict[str, Any], **more: str) -> None:
@@ -50,7 +66,7 @@ class Reply:
                 (b"cache-control", b"no-cache"),
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self._short_send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def error(self, error: RequestError) -> None:
         """The error as a status, or as an event where the stream has begun."""
@@ -69,7 +85,8 @@ class WatchedResponse(Response):
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._run(Reply(send)))
+        reply = Reply(send, scope.get(_SHORT_SEND, send))
+        work = asyncio.ensure_future(self._run(reply))
         watch = asyncio.ensure_future(_disconnect(receive))
         try:
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)

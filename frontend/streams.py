@@ -244,17 +244,14 @@ class Batch:
         """
         self._is_writing = False
         while self._unfinished:
-            await self._wait()
+            if not self._has_news:
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
+            self._has_news = False
             if news := self._take_news():
                 self._is_writing = True
                 return news
         return []
-
-    async def _wait(self) -> None:
-        if not self._has_news:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        self._has_news = False
 
     def _take_news(self) -> list[tuple[int, Delta]]:
         news: list[tuple[int, Delta]] = []
