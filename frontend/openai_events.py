@@ -67,5 +67,5 @@ class EventWriter:
 
 def _is_text_alone(asked: ChatRequest | CompletionRequest) -> bool:
     """Whether the events of a choice differ in nothing but their text, until its last."""
-    has_more = asked.return_token_ids or asked.wants_running_usage
-    return not has_more and asked.logprobs in (None, False)
+    has_scores = asked.logprobs is not None and asked.logprobs is not False  # 0 asks for scores
+    return not (has_scores or asked.return_token_ids or asked.wants_running_usage)

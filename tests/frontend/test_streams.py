@@ -1,42 +1,47 @@
 """What a client gets of a request: the best of its samples, hypotheses, usage, metrics."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from link_session import Session, drive
-from plane_driver import until
+from plane_driver import WAIT, until
 
+from octavo.frontend.errors import RequestError
 from octavo.frontend.metrics import Metrics
 from octavo.frontend.requests import GenerateCall, SamplingRequest, Usage
 from octavo.frontend.sample import Delta, TextRules
 from octavo.frontend.streams import Batch, PreparedRequest, Stream
 from octavo.frontend.tokenizer import Vocabulary
 from octavo.frontend.validation import wire_sampling
-from octavo.proto.session import BeatAnswer, Cancel, Submit, Tokens
+from octavo.proto.session import BeatAnswer, Cancel, Failure, Submit, Tokens
 from octavo.proto.wire import int32s
 
 END = 2
 A, B, C, D = 65, 66, 67, 68
 
 
+def prepared(vocabulary: Vocabulary, **sampling: Any) -> PreparedRequest:
+    asked = SamplingRequest(**sampling)
+    return PreparedRequest(
+        call=GenerateCall([1, 3], asked),
+        prompt=[1, 3],
+        max_tokens=8,
+        sampling=wire_sampling(asked, [END], 100),
+        rules=TextRules(vocabulary, asked, frozenset([END])),
+        offsets=[],
+        arrival=12.5,
+    )
+
+
 class Scene:
     """One stream over a link."""
 
     def __init__(self, session: Session, vocabulary: Vocabulary, **sampling: Any) -> None:
-        asked = SamplingRequest(**sampling)
         self.driver = session.driver
         self.metrics = Metrics()
-        request = PreparedRequest(
-            call=GenerateCall([1, 3], asked),
-            prompt=[1, 3],
-            max_tokens=8,
-            sampling=wire_sampling(asked, [END], 100),
-            rules=TextRules(vocabulary, asked, frozenset([END])),
-            offsets=[],
-            arrival=12.5,
-        )
-        self.stream = Stream(request, session.link, self.metrics)
+        self.stream = Stream(prepared(vocabulary, **sampling), session.link, self.metrics)
         self.batch = Batch([self.stream], max_unread=100)
         self.batch.start()
 
@@ -188,5 +193,40 @@ def test_queue_time_and_cached_tokens_are_counted_once(
         assert scene.metric("vllm:request_queue_time_seconds_count") == 1
         assert scene.metric("octavo_prompt_tokens_cached_total") == 1
         assert scene.metric("octavo_prompt_tokens_total") == 2
+
+    drive(test)
+
+
+def test_a_failure_comes_behind_what_the_other_streams_have(byte_vocabulary: Vocabulary) -> None:
+    async def test(s: Session) -> None:
+        await s.driver.welcome()
+        streams = [Stream(prepared(byte_vocabulary), s.link, Metrics()) for _ in range(2)]
+        with Batch(streams, max_unread=100) as batch:
+            batch.start()
+            submits = [await s.driver.expect(Submit) for _ in streams]
+            await s.driver.tokens(submits[0], 0, 0, [A])
+            failed = submits[1].request
+            await s.driver.send(
+                Failure(controlplane=7, request=failed, attempt=0, code="UNAVAILABLE", reason="gone")
+            )
+            await until(lambda: s.link.live_count == 1)
+            assert [(stream, delta.text) for stream, delta in await batch.take()] == [(0, "A")]
+            with pytest.raises(RequestError, match="gone"):
+                await asyncio.wait_for(batch.take(), WAIT)
+
+    drive(test)
+
+
+def test_each_token_is_news_to_a_reader_that_waits(byte_vocabulary: Vocabulary) -> None:
+    async def test(s: Session) -> None:
+        await s.driver.welcome()
+        scene = Scene(s, byte_vocabulary)
+        submit = await s.driver.expect(Submit)
+        for offset, token in enumerate([A, B, C]):
+            reader = asyncio.ensure_future(scene.batch.take())
+            await s.driver.tokens(submit, 0, offset, [token])
+            assert [delta.token_ids for _, delta in await reader] == [[token]]
+        await s.driver.finish(submit, 0)
+        assert [delta.finish_reason for delta in await scene.read()] == ["length"]
 
     drive(test)
