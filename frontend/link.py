@@ -181,6 +181,7 @@ class Link:
 
     def shut_down(self) -> None:
         """Closes the socket; what was sent gets a second to leave."""
+        self._monitor.stop()
         self._dialer.close()
         self._socket.close()
         self._context.term()

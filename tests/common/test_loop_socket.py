@@ -16,6 +16,8 @@ def with_pair(test: Callable[[Socket, Socket], Awaitable[None]]) -> None:
     async def whole() -> None:
         context = Context()
         left, right = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        for socket in (left, right):
+            socket.set_hwm(0)  # a queue without an end
         left.bind("inproc://pair")
         right.connect("inproc://pair")
         try:
@@ -29,7 +31,7 @@ def with_pair(test: Callable[[Socket, Socket], Awaitable[None]]) -> None:
 
 def test_a_flood_is_taken_whole_and_leaves_others_their_turn() -> None:
     async def test(left: Socket, right: Socket) -> None:
-        count = 1500  # more than are taken at once, fewer than the queue holds
+        count = 3500  # more than the two batches that the first signal and the start bring about
         taken: list[bytes] = []
         seen: list[int] = []
         last = asyncio.Event()
