@@ -6,10 +6,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.controlplane.beam import Hypothesis
 from octavo.controlplane.sequence import SequenceGroup
-from octavo.controlplane.slots import SlotTable
+from octavo.controlplane.slots import Fields
 from octavo.proto.plan import DrawLogprobs, PromptLogprobs
 from octavo.proto.session import FINISH_REASONS, Failure, Finishes, PromptScores, Tokens
 from octavo.proto.wire import Int32s, int32s
@@ -24,13 +25,10 @@ NO_FINISHES = Finishes()
 class _Rows:
     """Drawn tokens with where they belong, as parallel arrays of one result."""
 
-    gateways: Any  # int64 [n]
-    requests: Int32s
-    attempts: Int32s
-    samples: Int32s
-    offsets: Int32s
+    gateways: NDArray[np.int64]
+    fields: Fields  # of their slots, before they are appended
     tokens: Int32s
-    draws: Int32s  # index of each in the result
+    draws: NDArray[np.bool_]  # which of the result's draws they are
     logprobs: DrawLogprobs | None
 
     @cached_property
@@ -62,23 +60,20 @@ class Outputs:
 
     def add_tokens(
         self,
-        slots: SlotTable,
-        rows: Int32s,
+        gateways: NDArray[np.int64],
+        fields: Fields,
         tokens: Int32s,
-        draws: Int32s,
+        draws: NDArray[np.bool_],
         logprobs: DrawLogprobs | None,
     ) -> None:
-        """Tokens just drawn for `rows`, before they are appended to the slots."""
-        self.rows = _Rows(
-            gateways=slots.gateway[rows],
-            requests=slots.request[rows],
-            attempts=slots.attempt[rows],
-            samples=slots.sample[rows],
-            offsets=slots.known[rows] - slots.prompt_len[rows],
-            tokens=tokens,
-            draws=draws,
-            logprobs=logprobs,
-        )
+        """Tokens just drawn.
+
+        Args:
+            gateways: whom each is for.
+            fields: of their slots, before they are appended.
+            draws: which of the result's draws they are.
+        """
+        self.rows = _Rows(gateways, fields, tokens, draws, logprobs)
 
     def add_finish(
         self,
@@ -176,13 +171,14 @@ def _columns(endings: list[_Ending]) -> Finishes:
 
 
 def _fill_rows(message: Tokens, rows: _Rows, mine: Any) -> None:
-    message.requests = rows.requests[mine]
-    message.attempts = rows.attempts[mine]
-    message.samples = rows.samples[mine]
-    message.offsets = rows.offsets[mine]
+    fields = rows.fields
+    message.requests = fields.request[mine]
+    message.attempts = fields.attempt[mine]
+    message.samples = fields.sample[mine]
+    message.offsets = (fields.known - fields.prompt_len)[mine]
     message.tokens = rows.tokens[mine]
     if rows.logprobs is not None:
-        message.logprobs = _select_logprobs(rows.logprobs, rows.draws[mine])
+        message.logprobs = _select_logprobs(rows.logprobs, np.flatnonzero(rows.draws)[mine])
 
 
 def _append_rows(message: Tokens, group: SequenceGroup, rank: int, tokens: Int32s) -> None:
