@@ -332,9 +332,10 @@ class BlockManager:
         if self.index is None or not slots:
             return
         indexed, full = self.indexed[slots], computed // self.block_size
-        left = int(indexed.min())
-        tables = self._tables[slots, left : int(full.max())].tolist()
-        entries = zip(slots, indexed.tolist(), full.tolist(), tables, paths, strict=True)
+        firsts, lasts = indexed.tolist(), full.tolist()
+        left = min(firsts)
+        tables = self._tables[slots, left : max(lasts)].tolist()
+        entries = zip(slots, firsts, lasts, tables, paths, strict=True)
         for slot, first, last, table, path in entries:
             entry = self._chains[slot]
             if entry is None or first >= last:

@@ -142,7 +142,7 @@ class SlotTable:
 
     def append(self, slots: Int32s, tokens: Int32s) -> Int32s:
         """One received token for each of these distinct slots. Returns how many each knows now."""
-        known = self.known[slots]
+        known: Int32s = self.known[slots]
         self._tokens[slots, known] = tokens
         known += 1
         self.known[slots] = known

@@ -213,6 +213,8 @@ def _list_of_fields(hints: dict[str, Any]) -> Callable[[Any], list[Any]]:
             call = f"m.{name}"
         elif hint == Int32s:
             call = f"b'' if m.{name} is no_ints else {call}"
+        elif typing.get_origin(hint) is list:
+            call = f"m.{name} and {call}"
         parts.append(call)
     made: Callable[[Any], list[Any]] = eval(f"lambda m: [{', '.join(parts)}]", names)
     return made
@@ -243,7 +245,7 @@ def _encoder(hint: Any) -> _Encode:
         some = _encoder(arguments[0])
         return _same if some is _same else lambda item: None if item is None else some(item)
     if isinstance(hint, type) and issubclass(hint, Message):
-        return lambda nested: nested._fields()
+        return hint._encode
     return _same
 
 
