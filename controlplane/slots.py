@@ -138,7 +138,7 @@ class SlotTable:
 
     def fields(self, slots: Int32s) -> Fields:
         """All fields of these slots, as they are now."""
-        return Fields(*self._fields[:, slots])
+        return Fields(*self._fields.take(slots, axis=1))
 
     def append(self, slots: Int32s, tokens: Int32s) -> Int32s:
         """One received token for each of these distinct slots. Returns how many each knows now."""

@@ -203,7 +203,7 @@ def _plain(hint: Any) -> str | None:
 
 def _list_of_fields(hints: dict[str, Any]) -> Callable[[Any], list[Any]]:
     """One expression that reads all fields: it is made once and runs for every message."""
-    names: dict[str, Any] = {"no_ints": _NO_INTS}
+    names: dict[str, Any] = {"no_ints": _NO_INTS, "ndarray": np.ndarray, "int32": _NO_INTS.dtype}
     parts = []
     for index, (name, hint) in enumerate(hints.items()):
         encode = _encoder(hint)
@@ -212,7 +212,8 @@ def _list_of_fields(hints: dict[str, Any]) -> Callable[[Any], list[Any]]:
         if encode is _same:
             call = f"m.{name}"
         elif hint == Int32s:
-            call = f"b'' if m.{name} is no_ints else {call}"
+            good = f"type(m.{name}) is ndarray and m.{name}.dtype is int32"
+            call = f"b'' if m.{name} is no_ints else m.{name}.tobytes() if {good} else {call}"
         elif typing.get_origin(hint) is list:
             call = f"m.{name} and {call}"
         parts.append(call)
