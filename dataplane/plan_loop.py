@@ -137,7 +137,7 @@ class PlanLoop:
             return False
         self._epoch = Epoch(reset, self._engine, self._kernels, self._register.model.vocab_size)
         self._progress.done = (reset.epoch, 0)
-        self._metrics.live_slots.set(0)
+        self._metrics.watch_slots(self._epoch.slots)
         log.info(
             "joined epoch %d as rank %d of %d: %d blocks of %d tokens, %d swap blocks, %d slots",
             reset.epoch,
@@ -244,10 +244,9 @@ class PlanLoop:
             self._report(epoch, plan, error)
             return
         result.timings.total = time.perf_counter() - started.arrived
+        self._send(plan, result)  # first of all: the control plane waits for it
         self._progress.done = (plan.epoch, plan.number + 1)
         self._metrics.count_plan(plan, result.timings)
-        self._metrics.live_slots.set(int(epoch.slots.live.sum()))
-        self._send(plan, result)
 
     def _report(self, epoch: Epoch, plan: Plan, error: Exception) -> None:
         """Tells the gang of a plan that could not be run; called where the error is handled."""

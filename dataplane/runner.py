@@ -188,6 +188,8 @@ class Runner:
         """Counts what the rows computed; a child forked from a chunk's slot shares its blocks."""
         computed = self._slots.computed
         computed[plan.decode_slots] += 1
+        if not len(plan.chunk_slots):
+            return
         computed[plan.chunk_slots] += plan.chunk_lengths
         advanced = set(plan.chunk_slots.tolist())
         for parent, child, _ in plan.forks.reshape(-1, 3).tolist():

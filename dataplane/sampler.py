@@ -76,6 +76,8 @@ def draw(logits: Tensor, slots: Slots, drawn: Ints, kernels: Kernels) -> Drawing
         logits: ``[num_draws, vocab_size]`` float32, row i for ``drawn[i]``; left as they are.
     """
     tokens = kernels.argmax(logits).to(torch.int32)
+    if slots.draws.plain[drawn].all():
+        return Drawing(tokens, HostCopy([tokens]), None, None)
     searching = slots.draws.candidates[drawn] > 0
     special = np.flatnonzero(
         ~searching & (slots.draws.edits[drawn] | (slots.draws.temperature[drawn] > 0))

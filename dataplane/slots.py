@@ -27,6 +27,7 @@ class _SamplingArrays:
     edits: npt.NDArray[np.bool_]  # whether logits are edited before the draw
     wants_logprobs: npt.NDArray[np.bool_]
     candidates: npt.NDArray[np.int32]  # how many best tokens are answered in place of a draw
+    plain: npt.NDArray[np.bool_]  # greedy, and nothing else is asked for: the token alone
 
 
 def _empty_arrays(num_slots: int) -> _SamplingArrays:
@@ -39,6 +40,7 @@ def _empty_arrays(num_slots: int) -> _SamplingArrays:
         edits=np.zeros(num_slots, dtype=np.bool_),
         wants_logprobs=np.zeros(num_slots, dtype=np.bool_),
         candidates=np.zeros(num_slots, dtype=np.int32),
+        plain=np.zeros(num_slots, dtype=np.bool_),
     )
 
 
@@ -145,6 +147,7 @@ class Slots:
         draws.edits[slot] = edits_logits(sampling)
         draws.wants_logprobs[slot] = sampling.logprobs is not None
         draws.candidates[slot] = sampling.candidates
+        draws.plain[slot] = is_plain(sampling)
 
     def fork(self, parent: int, child: int, sample: int) -> None:
         """Copies the parent's state; only the sample index is the child's own. Raises PlanError."""
@@ -209,6 +212,12 @@ def edits_logits(sampling: Sampling) -> bool:
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
     )
+
+
+def is_plain(sampling: Sampling) -> bool:
+    """Whether a draw is the likeliest token, and that token all that is asked for."""
+    asks_more = sampling.logprobs is not None or sampling.candidates > 0
+    return sampling.temperature == 0 and not asks_more and not edits_logits(sampling)
 
 
 def _check_sampling(sampling: Sampling, place: str) -> None:

@@ -105,10 +105,15 @@ class DecodeGraphs:
 def is_decode(batch: Batch) -> bool:
     """Whether every row has one query, whose logits are wanted, in the order of the rows."""
     rows = len(batch.context_lens)
-    if not rows or len(batch.token_ids) != rows or len(batch.logit_tokens) != rows:
+    if not rows or len(batch.token_ids) != rows or not takes_all(batch):
         return False
-    one_each = bool((np.diff(batch.query_begins) == 1).all())
-    return one_each and bool((batch.logit_tokens == np.arange(rows)).all())
+    return bool((np.diff(batch.query_begins) == 1).all())
+
+
+def takes_all(batch: Batch) -> bool:
+    """Whether the logits of all tokens are wanted, in their order."""
+    count = len(batch.token_ids)
+    return len(batch.logit_tokens) == count and bool((batch.logit_tokens == np.arange(count)).all())
 
 
 _NONE = np.zeros(0, dtype=np.int32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.common.modelfiles import ModelFiles
 from octavo.dataplane.engine import Batch, EngineError, EngineInfo, Ints
-from octavo.dataplane.engines.decode_graphs import DecodeGraphs, Inputs, rehearsals
+from octavo.dataplane.engines.decode_graphs import DecodeGraphs, Inputs, rehearsals, takes_all
 from octavo.dataplane.engines.recorded_layers import Layers, record_layers
 from octavo.dataplane.engines.swap_lane import SwapLane
 from octavo.dataplane.loading.weights import open_weights
@@ -67,6 +67,7 @@ class TorchEngine:
         self._model = define(files, weights, self._kernels, collectives).to(self._device)
         self._num_kv_heads = len(self._model.split.kv_heads)
         self._weight_bytes = self._model.weight_bytes()
+        self._rotations = [table.to(self._dtype) for table in self._model.rotations]
         for module in self._model.modules():
             if isinstance(module, Linear):
                 module.prepare()
@@ -158,7 +159,7 @@ class TorchEngine:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         hidden = self._graphs.run(batch) if self._graphs is not None else None
-        return self._compute(self._inputs(batch)) if hidden is None else hidden
+        return self._compute(self._inputs(batch), takes_all(batch)) if hidden is None else hidden
 
     def _enter(self, batch: Batch) -> tuple[Tensor, ForwardState]:
         inputs = self._inputs(batch)
@@ -183,16 +184,22 @@ class TorchEngine:
             rows=rows,
         )
 
-    def _compute(self, inputs: Inputs) -> Tensor:
+    def _compute(self, inputs: Inputs, takes_all: bool = False) -> Tensor:
+        """
+        Args:
+            takes_all: whether the logits of all tokens are wanted, in their order.
+        """
         state = self._state(inputs)
         parts = self._layers(self._model.embed(inputs.token_ids, state), state)
-        return self._model.finish(*(part[inputs.logit_tokens] for part in parts))
+        if not takes_all:
+            parts = tuple(part[inputs.logit_tokens] for part in parts)
+        return self._model.finish(*parts)
 
     def _state(self, inputs: Inputs) -> ForwardState:
-        key_cache, tables = self._pools.keys[0], self._model.rotations
+        key_cache, positions = self._pools.keys[0], inputs.positions
         return ForwardState(
-            positions=inputs.positions,
-            rotations=[table[inputs.positions].to(self._dtype) for table in tables],
+            positions=positions,
+            rotations=[table.index_select(0, positions) for table in self._rotations],
             rows=self._kernels.prepare_attention(inputs.rows, key_cache),
             kv_slots=self._kernels.prepare_kv_write(inputs.kv_slots, key_cache),
             key_caches=self._pools.keys,
@@ -221,4 +228,5 @@ class TorchEngine:
         self._swap.swap_in(pairs)
 
     def _tensor(self, values: Ints) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        tensor = torch.from_numpy(values.astype(np.int64))
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
