@@ -54,6 +54,8 @@ class BlockManager:
         # Rows are touched only as far as they are used, so the array costs address space, not memory.
         self._tables = np.zeros((num_slots, self.blocks_for(max_len)), dtype=np.int32)
         self.lengths = np.zeros(num_slots, dtype=np.int32)  # [num_slots] blocks in each table
+        self.num_entries = 0  # of all tables
+        self.forked: set[int] = set()  # slots whose last block others may hold: they copy it on write
         self._swapped: set[SwappedTable] = set()
         self._pins: dict[str, Int32s] = {}
         self._chains: list[Entry | None] = [None] * num_slots  # the last block of each in the index
@@ -95,6 +97,7 @@ class BlockManager:
             table[:held] = shared
         table[held:] = self.device.take(length - held)
         self.lengths[slot] = length
+        self.num_entries += length
         return table
 
     def allocate_all(self, slots: list[int], lengths: list[int], shared: list[list[Entry]]) -> Int32s:
@@ -118,6 +121,7 @@ class BlockManager:
             self._tables[slot, :length] = tables[end : end + length]
             end += length
         self.lengths[slots] = lengths
+        self.num_entries += end
         return tables
 
     def share(self, found: list[Entry]) -> None:
@@ -125,12 +129,17 @@ class BlockManager:
         if found:
             self.device.share(int32s([entry.block for entry in found]))
 
-    def append(self, slots: Int32s) -> Int32s:
-        """One fresh block at the end of each slot's table. Raises OutOfBlocks and changes nothing."""
-        blocks = self.device.take(len(slots))
-        self._tables[slots, self.lengths[slots]] = blocks
-        self.lengths[slots] += 1
-        return blocks
+    def append(self, slots: Int32s) -> tuple[Int32s, Int32s]:
+        """One fresh block at the end of each slot's table. Raises OutOfBlocks and changes nothing.
+
+        Returns:
+            The index of each new entry in its table, and its block.
+        """
+        blocks, indices = self.device.take(len(slots)), self.lengths[slots]
+        self._tables[slots, indices] = blocks
+        self.lengths[slots] = indices + 1
+        self.num_entries += len(slots)
+        return indices, blocks
 
     def fork(self, parent: int, child: int) -> None:
         """Gives an empty slot the table of another; both share every block."""
@@ -138,6 +147,8 @@ class BlockManager:
         self.device.share(table)
         self._tables[child, : len(table)] = table
         self.lengths[child] = len(table)
+        self.num_entries += len(table)
+        self.forked.update((parent, child))
         self._chains[child], self.indexed[child] = self._chains[parent], self.indexed[parent]
 
     def is_shared(self, slots: Int32s, indices: Int32s) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -150,7 +161,8 @@ class BlockManager:
     def copies_wanted(self, slots: Int32s, indices: Int32s) -> int:
         """Blocks that copy-on-write takes before each slot may write its block at this index.
 
-        Of the holders of a block all but one copy it, if all of them write.
+        Of the holders of a block all but one copy it, if all of them write. Only `forked` slots write
+        blocks that others hold: all else that is shared are full blocks.
         """
         blocks = self._tables[slots, indices]
         blocks = blocks[self.device.counts[blocks] > 1]
@@ -179,6 +191,8 @@ class BlockManager:
     def free(self, slots: list[int]) -> None:
         """Empties the slots' tables; blocks that nobody else holds become free or cached."""
         lengths = self.lengths[slots]
+        self.num_entries -= int(lengths.sum())
+        self.forked.difference_update(slots)
         columns = np.arange(lengths.max(initial=0))
         self.device.release(self._tables[slots, : len(columns)][columns < lengths[:, None]])
         self.lengths[slots] = self.indexed[slots] = 0
@@ -260,7 +274,10 @@ class BlockManager:
             self.device.counts[blocks] += 1
             self._tables[slot, : len(blocks)] = blocks
             self.lengths[slot] = len(blocks)
+            self.num_entries += len(blocks)
             self.drop(table)
+        if len(slots) > 1:
+            self.forked.update(slots)
         self.device.release(kept)
         return np.stack([int32s(missing), fresh], axis=1)
 
@@ -315,9 +332,10 @@ class BlockManager:
         if self.index is None or not slots:
             return
         indexed, full = self.indexed[slots], computed // self.block_size
-        left = int(indexed.min())
-        tables = self._tables[slots, left : int(full.max())].tolist()
-        entries = zip(slots, indexed.tolist(), full.tolist(), tables, paths, strict=True)
+        firsts, lasts = indexed.tolist(), full.tolist()
+        left = min(firsts)
+        tables = self._tables[slots, left : max(lasts)].tolist()
+        entries = zip(slots, firsts, lasts, tables, paths, strict=True)
         for slot, first, last, table, path in entries:
             entry = self._chains[slot]
             if entry is None or first >= last:
@@ -372,13 +390,13 @@ class BlockManager:
             for i in room.values()
         )
         physical = self.device.total - self.device.available
-        logical = int(self.lengths.sum())
-        return Usage(physical * self.block_size - unused, physical, logical)
+        return Usage(physical * self.block_size - unused, physical, self.num_entries)
 
     # -- integrity -----------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises AssertionError unless every count equals the table entries that name the block."""
+        assert self.num_entries == self.lengths.sum(), "table entries are counted wrong"
         tables = [self.table(int(slot)) for slot in np.flatnonzero(self.lengths)]
         self.device.check(_count([*tables, *self._pins.values()], self.device.total))
         self.swap.check(_count([table.blocks for table in self._swapped], self.swap.total))

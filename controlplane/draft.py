@@ -11,6 +11,7 @@ from octavo.proto.plan import Admits, Plan
 from octavo.proto.wire import Int32s, int32s
 
 NONE = int32s()
+_NO_ENTRIES = (NONE, NONE, NONE)
 NO_ADMITS = Admits()
 
 
@@ -117,8 +118,7 @@ class Draft:
 
     def add_entries(self, slots: Int32s, indices: Int32s, blocks: Int32s) -> None:
         """Block table entries that change."""
-        if len(slots):
-            self.entries.append((slots, indices, blocks))
+        self.entries.append((slots, indices, blocks))
 
     @property
     def matters(self) -> bool:
@@ -127,7 +127,7 @@ class Draft:
 
     def plan(self, epoch: int, number: int, pending: Pending) -> Plan:
         """The finished plan."""
-        table = [np.concatenate(parts) for parts in zip(*self.entries, strict=True)] or [NONE] * 3
+        table_slots, table_indices, table_blocks = self._table()
         return Plan(
             epoch=epoch,
             number=number,
@@ -139,15 +139,22 @@ class Draft:
             forks=_ints(pending.forks + self.forks),
             push_slots=_ints(list(pending.pushes)),
             push_tokens=_ints(list(pending.pushes.values())),
-            table_slots=table[0],
-            table_indices=table[1],
-            table_blocks=table[2],
+            table_slots=table_slots,
+            table_indices=table_indices,
+            table_blocks=table_blocks,
             decode_slots=self.decodes,
             chunk_slots=_ints(self.chunk_slots),
             chunk_lengths=_ints(self.chunk_lengths),
             draw_slots=_ints(self.draw_slots),
             draw_chunks=_ints(self.draw_chunks),
         )
+
+    def _table(self) -> tuple[Int32s, Int32s, Int32s]:
+        """The columns of `entries`."""
+        if len(self.entries) < 2:
+            return self.entries[0] if self.entries else _NO_ENTRIES
+        slots, indices, blocks = map(np.concatenate, zip(*self.entries, strict=True))
+        return slots, indices, blocks
 
 
 def _ints(values: Sized) -> Int32s:

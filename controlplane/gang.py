@@ -4,6 +4,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from octavo.controlplane.scheduler import Scheduler
 from octavo.proto.plan import Result
@@ -33,17 +35,16 @@ class Rank:
     last_seen: float = field(default_factory=time.monotonic)
     answers: deque[Result] = field(default_factory=deque)  # results that other ranks still owe
 
-    @property
+    @cached_property
     def control(self) -> bytes:
         return control_identity(self.incarnation)
 
-    @property
+    @cached_property
     def data(self) -> bytes:
         return data_identity(self.incarnation)
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """A plan in flight."""
 
     at: float  # monotonic seconds

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -13,12 +13,14 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from octavo.controlplane.counters import Counters
+from octavo.controlplane.durations import Durations, DurationsCollector
 from octavo.controlplane.scheduler import Scheduler
 from octavo.controlplane.sequence import OrderedGroups
 from octavo.proto.session import Info
 
 PHASES = ("schedule", "pack", "wait", "process", "publish")
-_BUCKETS = tuple(0.0001 * 2**power for power in range(14))
+_PHASE_BUCKETS = tuple(0.0001 * 2**power for power in range(14))
+_PLAN_BUCKETS = tuple(0.001 * 2**power for power in range(16))
 
 
 class Metrics:
@@ -34,13 +36,6 @@ class Metrics:
         """`refused_frames` by port, `refused_peers` by port and reason."""
         self.registry = CollectorRegistry()
         self.registry.register(_StateCollector(info, counters, refused_frames, refused_peers))
-        seconds = Histogram(
-            "octavo_iteration_seconds",
-            "Time of an iteration's parts on the control plane",
-            ["phase"],
-            buckets=_BUCKETS,
-            registry=self.registry,
-        )
         self.token_share = self._gauge(
             "octavo_kv_token_share", "Share of the held KV memory that holds tokens"
         )
@@ -53,19 +48,24 @@ class Metrics:
             ["state"],
             registry=self.registry,
         )
-        self.phase = {phase: seconds.labels(phase) for phase in PHASES}
-        self.plan_seconds = Histogram(
-            "octavo_plan_seconds",
-            "From a plan's departure to its result's arrival",
-            buckets=tuple(0.001 * 2**power for power in range(16)),
-            registry=self.registry,
-        )
+        self.phase = {phase: Durations(_PHASE_BUCKETS) for phase in PHASES}
+        self.plan_seconds = Durations(_PLAN_BUCKETS)
+        for collector in self._durations():
+            self.registry.register(collector)
+
+    def _durations(self) -> Iterator[DurationsCollector]:
+        phases = "Time of an iteration's parts on the control plane"
+        yield DurationsCollector("octavo_iteration_seconds", phases, self.phase, label="phase")
+        plans = "From a plan's departure to its result's arrival"
+        yield DurationsCollector("octavo_plan_seconds", plans, {"": self.plan_seconds})
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)
 
     def look_at(self, schedulers: Sequence[Scheduler], waiting: OrderedGroups) -> None:
         """Takes in what changes with every iteration, from time to time."""
+        for durations in (*self.phase.values(), self.plan_seconds):
+            durations.fold()
         usages = [scheduler.blocks.usage(scheduler.slots.computed) for scheduler in schedulers]
         sizes = [scheduler.shape.block_size for scheduler in schedulers]
         held = sum(usage.physical * size for usage, size in zip(usages, sizes, strict=True))

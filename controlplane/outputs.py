@@ -2,14 +2,14 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.controlplane.beam import Hypothesis
 from octavo.controlplane.sequence import SequenceGroup
-from octavo.controlplane.slots import SlotTable
+from octavo.controlplane.slots import Fields
 from octavo.proto.plan import DrawLogprobs, PromptLogprobs
 from octavo.proto.session import FINISH_REASONS, Failure, Finishes, PromptScores, Tokens
 from octavo.proto.wire import Int32s, int32s
@@ -24,26 +24,31 @@ NO_FINISHES = Finishes()
 class _Rows:
     """Drawn tokens with where they belong, as parallel arrays of one result."""
 
-    gateways: Any  # int64 [n]
-    requests: Int32s
-    attempts: Int32s
-    samples: Int32s
-    offsets: Int32s
+    gateways: NDArray[np.int64]
+    fields: Fields  # of their slots, before they are appended
     tokens: Int32s
-    draws: Int32s  # index of each in the result
+    draws: NDArray[np.bool_]  # which of the result's draws they are
     logprobs: DrawLogprobs | None
 
-    @cached_property
-    def to(self) -> list[int]:
-        """The gateways that get any."""
+    def by_gateway(self) -> dict[int, Any]:
+        """What selects each gateway's entries of the arrays."""
         gateways = self.gateways
-        if len(gateways) and (gateways == gateways[0]).all():
-            return [int(gateways[0])]
-        return [int(gateway) for gateway in np.unique(gateways)]
+        if not len(gateways):
+            return {}
+        first = int(gateways[0])
+        if (gateways == first).all():
+            return {first: slice(None)}
+        return {int(gateway): np.flatnonzero(gateways == gateway) for gateway in np.unique(gateways)}
 
-    def of(self, gateway: int) -> Any:
-        """What selects a gateway's entries of the arrays."""
-        return slice(None) if self.to == [gateway] else np.flatnonzero(self.gateways == gateway)
+
+@dataclass
+class _News:
+    """What one gateway hears besides tokens."""
+
+    finishes: list[_Ending] = field(default_factory=list)
+    scores: list[PromptScores] = field(default_factory=list)
+    started: list[tuple[int, int, int]] = field(default_factory=list)  # request, attempt, cached tokens
+    hypotheses: list[tuple[SequenceGroup, int, Int32s]] = field(default_factory=list)  # rank, tokens
 
 
 @dataclass
@@ -51,34 +56,26 @@ class Outputs:
     """Filled by the scheduler, emptied by the server."""
 
     rows: _Rows | None = None
-    finishes: dict[int, list[_Ending]] = field(default_factory=lambda: defaultdict(list))
-    scores: dict[int, list[PromptScores]] = field(default_factory=lambda: defaultdict(list))
-    started: dict[int, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
-    hypotheses: dict[int, list[tuple[SequenceGroup, int, Int32s]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # group, rank, tokens
+    news: dict[int, _News] = field(default_factory=lambda: defaultdict(_News))  # by gateway
     failures: list[tuple[SequenceGroup, str, str]] = field(default_factory=list)
     ended: list[SequenceGroup] = field(default_factory=list)
 
     def add_tokens(
         self,
-        slots: SlotTable,
-        rows: Int32s,
+        gateways: NDArray[np.int64],
+        fields: Fields,
         tokens: Int32s,
-        draws: Int32s,
+        draws: NDArray[np.bool_],
         logprobs: DrawLogprobs | None,
     ) -> None:
-        """Tokens just drawn for `rows`, before they are appended to the slots."""
-        self.rows = _Rows(
-            gateways=slots.gateway[rows],
-            requests=slots.request[rows],
-            attempts=slots.attempt[rows],
-            samples=slots.sample[rows],
-            offsets=slots.known[rows] - slots.prompt_len[rows],
-            tokens=tokens,
-            draws=draws,
-            logprobs=logprobs,
-        )
+        """Tokens just drawn.
+
+        Args:
+            gateways: whom each is for.
+            fields: of their slots, before they are appended.
+            draws: which of the result's draws they are.
+        """
+        self.rows = _Rows(gateways, fields, tokens, draws, logprobs)
 
     def add_finish(
         self,
@@ -89,12 +86,12 @@ class Outputs:
         score: float | None = None,
     ) -> None:
         ending = (group.id.request, group.attempt, sample, _REASONS[reason], stop_token, score)
-        self.finishes[group.id.gateway].append(ending)
+        self.news[group.id.gateway].finishes.append(ending)
 
     def add_hypotheses(self, group: SequenceGroup, hypotheses: list[Hypothesis]) -> None:
         """The results of a beam search: the best becomes sample 0, whole and finished."""
         for rank, hypothesis in enumerate(hypotheses):
-            self.hypotheses[group.id.gateway].append((group, rank, hypothesis.tokens))
+            self.news[group.id.gateway].hypotheses.append((group, rank, hypothesis.tokens))
             reason = "stop" if hypothesis.stopped else "length"
             stop_token = int(hypothesis.tokens[-1]) if hypothesis.stopped else None
             self.add_finish(group, rank, reason, stop_token, hypothesis.score)
@@ -109,14 +106,20 @@ class Outputs:
             top_ids=part.top_ids,
             top_logprobs=part.top_logprobs,
         )
-        self.scores[group.id.gateway].append(scores)
+        self.news[group.id.gateway].scores.append(scores)
 
     def add_started(self, group: SequenceGroup, cached_tokens: int) -> None:
-        self.started[group.id.gateway].append((group.id.request, group.attempt, cached_tokens))
+        started = (group.id.request, group.attempt, cached_tokens)
+        self.news[group.id.gateway].started.append(started)
 
     def add_failure(self, group: SequenceGroup, code: str, reason: str) -> None:
         if group.prefix is None:
             self.failures.append((group, code, reason))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return self.rows is None and not (self.news or self.failures or self.ended)
 
     @property
     def ended_prefixes(self) -> list[SequenceGroup]:
@@ -125,10 +128,9 @@ class Outputs:
 
     def token_messages(self, controlplane: int) -> list[tuple[int, Tokens]]:
         """One message for each gateway that has anything to hear."""
-        gateways = {*self.finishes, *self.scores, *self.started}
-        if self.rows is not None:
-            gateways.update(self.rows.to)
-        return [(gateway, self._message(controlplane, gateway)) for gateway in sorted(gateways)]
+        drawn = {} if self.rows is None else self.rows.by_gateway()
+        gateways = sorted({*self.news, *drawn}) if self.news else drawn
+        return [(to, self._message(controlplane, to, drawn.get(to))) for to in gateways]
 
     def failure_messages(self, controlplane: int) -> list[tuple[int, Failure]]:
         return [
@@ -145,22 +147,28 @@ class Outputs:
             for group, code, reason in self.failures
         ]
 
-    def _message(self, controlplane: int, gateway: int) -> Tokens:
-        message = Tokens(
-            controlplane=controlplane,
-            finishes=NO_FINISHES,
-            prompt_scores=self.scores.get(gateway, []),
-        )
-        if gateway in self.finishes:
-            message.finishes = _columns(self.finishes[gateway])
-        if gateway in self.started:
-            started = int32s(self.started[gateway]).reshape(-1, 3)
-            message.started, message.started_attempts, message.cached = started.T
-        if self.rows is not None:
-            _fill_rows(message, self.rows, self.rows.of(gateway))
-        for group, rank, tokens in self.hypotheses.get(gateway, []):
-            _append_rows(message, group, rank, tokens)
+    def _message(self, controlplane: int, gateway: int, mine: Any) -> Tokens:
+        """
+        Args:
+            mine: what selects the gateway's rows; None: it has none.
+        """
+        message = Tokens(controlplane=controlplane, finishes=NO_FINISHES)
+        if self.rows is not None and mine is not None:
+            _fill_rows(message, self.rows, mine)
+        if gateway in self.news:
+            _add_news(message, self.news[gateway])
         return message
+
+
+def _add_news(message: Tokens, news: _News) -> None:
+    message.prompt_scores = news.scores
+    if news.finishes:
+        message.finishes = _columns(news.finishes)
+    if news.started:
+        started = int32s(news.started).reshape(-1, 3)
+        message.started, message.started_attempts, message.cached = started.T
+    for group, rank, tokens in news.hypotheses:
+        _append_rows(message, group, rank, tokens)
 
 
 def _columns(endings: list[_Ending]) -> Finishes:
@@ -176,13 +184,14 @@ def _columns(endings: list[_Ending]) -> Finishes:
 
 
 def _fill_rows(message: Tokens, rows: _Rows, mine: Any) -> None:
-    message.requests = rows.requests[mine]
-    message.attempts = rows.attempts[mine]
-    message.samples = rows.samples[mine]
-    message.offsets = rows.offsets[mine]
+    fields = rows.fields
+    message.requests = fields.request[mine]
+    message.attempts = fields.attempt[mine]
+    message.samples = fields.sample[mine]
+    message.offsets = (fields.known - fields.prompt_len)[mine]
     message.tokens = rows.tokens[mine]
     if rows.logprobs is not None:
-        message.logprobs = _select_logprobs(rows.logprobs, rows.draws[mine])
+        message.logprobs = _select_logprobs(rows.logprobs, np.flatnonzero(rows.draws)[mine])
 
 
 def _append_rows(message: Tokens, group: SequenceGroup, rank: int, tokens: Int32s) -> None:

@@ -1,6 +1,6 @@
 """The rows of a plan: decodes, and chunks of the prompts that are being prefilled."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,13 +10,11 @@ from octavo.controlplane.state import GangState
 from octavo.proto.wire import Int32s, int32s
 
 
-@dataclass(frozen=True)
-class Decodes:
-    """Decode rows, and the block table entries to which they write."""
+class Decodes(NamedTuple):
+    """Decode rows, and the blocks that they take."""
 
     slots: Int32s
-    indices: Int32s  # in each slot's table
-    appends: np.ndarray[tuple[int], np.dtype[np.bool_]]  # the entry is new
+    growing: Int32s  # of these, the slots that write to a new block
     copies: int  # blocks that copy-on-write takes
     wants: int  # blocks in all
 
@@ -26,27 +24,31 @@ class Rows(GangState):
 
     def _decodes(self, slots: Int32s) -> Decodes:
         """What a decode of each of these slots writes."""
+        full = self.blocks.lengths[slots] * self.shape.block_size == self.slots.computed[slots]
+        growing = slots[full]
+        copies = self.blocks.copies_wanted(*self._writes(slots)) if self.blocks.forked else 0
+        return Decodes(slots, growing, copies, wants=copies + len(growing))
+
+    def _writes(self, slots: Int32s) -> tuple[Int32s, Int32s]:
+        """Those of these slots that write to a block which they have, and its index in their tables."""
         indices = self.slots.computed[slots] // self.shape.block_size
-        appends = indices == self.blocks.lengths[slots]
-        within = ~appends
-        copies = self.blocks.copies_wanted(slots[within], indices[within])
-        return Decodes(slots, indices, appends, copies, wants=copies + int(appends.sum()))
+        within = indices < self.blocks.lengths[slots]
+        return slots[within], indices[within]
 
     def _add_decodes(self, draft: Draft, decodes: Decodes) -> None:
         rows = decodes.slots
         if decodes.copies:
-            within, at = rows[~decodes.appends], decodes.indices[~decodes.appends]
+            within, at = self._writes(rows)
             shared = self.blocks.is_shared(within, at)
             for slot, index in zip(within[shared].tolist(), at[shared].tolist(), strict=True):
                 self._copy_on_write(draft, slot, index)
-        new = rows[decodes.appends]
-        blocks = self.blocks.append(new)
-        draft.add_entries(new, decodes.indices[decodes.appends], blocks)
-        draft.decodes = np.concatenate([draft.decodes, rows])
+        if len(decodes.growing):
+            draft.add_entries(decodes.growing, *self.blocks.append(decodes.growing))
+        draft.decodes = np.concatenate([draft.decodes, rows]) if len(draft.decodes) else rows
         draft.budget -= len(rows)
         self.slots.computed[rows] += 1
-        # The next token of a beam depends on this plan's result.
-        self.slots.decoding[rows[self.slots.searching[rows]]] = False
+        if self.slots.num_searching:  # the next token of a beam depends on this plan's result
+            self.slots.decoding[rows[self.slots.searching[rows]]] = False
         self.counters.decode_tokens += len(rows)
 
     def _copy_on_write(self, draft: Draft, slot: int, index: int) -> None:

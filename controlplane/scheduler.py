@@ -13,6 +13,7 @@ result comes.
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.controlplane import preemption
 from octavo.controlplane.admission import plan_admission
@@ -187,32 +188,36 @@ class Scheduler(Admitting):
 
     def _launch(self, draft: Draft) -> Plan:
         plan = draft.plan(self.shape.epoch, self.next_number, self.pending)
-        rows = np.concatenate([draft.decodes, plan.draw_slots])
-        generation = self.slots.generation
+        rows = draft.decodes
+        if draft.draw_slots:
+            rows = np.concatenate([rows, plan.draw_slots])
         chunks = [self._group_in(slot) for slot in draft.chunk_slots]
-        tokens = int(plan.chunk_lengths.sum())
-        flight = Flight(plan.number, rows, generation[rows], chunks, tokens, draft.ending)
+        tokens = sum(draft.chunk_lengths)
+        flight = Flight(plan.number, rows, self.slots.generation[rows], chunks, tokens, draft.ending)
         self._in_flight.append(flight)
-        self._count_cancels(plan.number)
+        if self._cancels:
+            self._count_cancels(plan.number)
         for _, child, _ in self.pending.forks:
             self.slots.announced[child] = True
         self.pending = Pending()
         self.next_number += 1
         self.counters.plans += 1
-        # Findable from now on: the plan that fills them is on its way.
-        computed = self.slots.computed[draft.chunk_slots]
-        self.blocks.extend_index(
-            draft.chunk_slots, computed, self.slots.tokens, [group.path for group in chunks]
-        )
+        if chunks:
+            self._index_chunks(draft.chunk_slots, chunks)
         for sequence in draft.done_with:
             self._release(sequence)
         self._count_sharing()
         return plan
 
+    def _index_chunks(self, slots: list[int], groups: list[SequenceGroup]) -> None:
+        """Makes the blocks of these chunks findable: the plan that fills them is on its way."""
+        paths = [group.path for group in groups]
+        self.blocks.extend_index(slots, self.slots.computed[slots], self.slots.tokens, paths)
+
     def _count_sharing(self) -> None:
         held = self.blocks.device.total - self.blocks.available
         if held:
-            self.counters.sharing_ratio_sum += int(self.blocks.lengths.sum()) / held
+            self.counters.sharing_ratio_sum += self.blocks.num_entries / held
             self.counters.sharing_ratio_count += 1
 
     def _group_in(self, slot: int) -> SequenceGroup:
@@ -239,15 +244,19 @@ class Scheduler(Admitting):
         flight = self._match(result)
         self.speeds.observe_prefill(flight.chunk_tokens, result.timings.forward)
         current = self.slots.generation[flight.rows] == flight.generations
-        draws = np.flatnonzero(current & ~self.slots.searching[flight.rows]).astype(np.int32)
+        draws = current & ~self.slots.searching[flight.rows] if self.slots.num_searching else current
         if result.candidates is not None:
             self._take_candidates(flight, result, current)
         rows, tokens = flight.rows[draws], result.tokens[draws]
-        self.outputs.add_tokens(self.slots, rows, tokens, draws, result.draw_logprobs)
+        fields = self.slots.fields(rows)
+        self.outputs.add_tokens(self.slots.gateway[rows], fields, tokens, draws, result.draw_logprobs)
         self._take_prompt_scores(flight, result.prompt_logprobs)
-        self.slots.append(rows, tokens)
-        self._index_generated(rows)
-        self._finish_rows(rows, tokens)
+        known = self.slots.append(rows, tokens)
+        self._index_generated(rows, np.minimum(known, fields.computed))
+        stopped = self.slots.stopped(rows, tokens, fields.eos)
+        ending = (stopped | (known >= fields.end)).nonzero()[0]
+        if len(ending):
+            self._finish_rows(rows[ending], stopped[ending], tokens[ending])
         for sequence in flight.ending:
             if not sequence.finished:
                 self._finish(sequence, "length", None)
@@ -261,14 +270,18 @@ class Scheduler(Admitting):
             raise ProtocolError(f"result.tokens: {len(result.tokens)} for {len(flight.rows)} draws")
         return self._in_flight.popleft()
 
-    def _index_generated(self, rows: Int32s) -> None:
-        """Makes blocks findable that generation has filled, for the next turn of a chat."""
+    def _index_generated(self, rows: Int32s, there: Int32s) -> None:
+        """Makes blocks findable that generation has filled, for the next turn of a chat.
+
+        Args:
+            there: tokens of each row that are known, and whose KV is planned or there.
+        """
         if self.blocks.index is None:
             return
-        there = np.minimum(self.slots.known[rows], self.slots.computed[rows])
         full = there // self.shape.block_size > self.blocks.indexed[rows]
         slots = rows[full].tolist()
-        self.blocks.extend_index(slots, there[full], self.slots.tokens, [None] * len(slots))
+        if slots:
+            self.blocks.extend_index(slots, there[full], self.slots.tokens, [None] * len(slots))
 
     def _take_candidates(self, flight: Flight, result: Result, current: Int32s) -> None:
         """Hands the answers of beams to their searches, and steps those that have them all."""
@@ -304,13 +317,10 @@ class Scheduler(Admitting):
                 self.outputs.add_prompt_scores(group, part)
                 group.prompt_scores_from = part.start + len(part.logprobs)
 
-    def _finish_rows(self, rows: Int32s, tokens: Int32s) -> None:
-        stopped = self.slots.stopped(rows, tokens)
-        ending = np.flatnonzero(stopped | (self.slots.known[rows] >= self.slots.end[rows]))
+    def _finish_rows(self, rows: Int32s, stopped: NDArray[np.bool_], tokens: Int32s) -> None:
+        """The sequences of these rows end with these tokens, which stop them or are their last."""
         singles = []
-        for slot, is_stop, token in zip(
-            rows[ending].tolist(), stopped[ending].tolist(), tokens[ending].tolist(), strict=True
-        ):
+        for slot, is_stop, token in zip(rows.tolist(), stopped.tolist(), tokens.tolist(), strict=True):
             sequence = self.slots.sequences[slot]
             assert sequence is not None
             reason, stop_token = ("stop", token) if is_stop else ("length", None)

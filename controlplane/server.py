@@ -67,7 +67,7 @@ class ControlPlane:
         self.gangs = Gangs(options, self.counters, waiting, self.prefixes, self)
         self.refused = {"worker": 0, "gateway": 0}
         self._limited = LimitedLog(log)
-        self._pumped_at = time.perf_counter()
+        self._pumped_at = time.monotonic()
         self._trimmer = Trimmer()
         self._context = zmq.Context()
         self.peers = Peers(self._context, server_keys(options.curve_keys))
@@ -132,7 +132,7 @@ class ControlPlane:
                 self.gangs.on_bye(message)
 
     def _on_result(self, identity: bytes, result: Result) -> None:
-        started = time.perf_counter()
+        started = time.monotonic()
         answered = self.gangs.take_result(identity, result)
         if answered is None:
             return
@@ -145,12 +145,12 @@ class ControlPlane:
             self._refuse_frame("worker", error)
             self.gangs.lose(gang, list(gang.ranks.values()), "its result does not match the plan")
             return
-        processed = time.perf_counter()
-        self.metrics.plan_seconds.observe(time.monotonic() - gang.sent.popleft().at)
+        processed = time.monotonic()
+        self.metrics.plan_seconds.observe(processed - gang.sent.popleft().at)
         gang.faults = 0
         self.publish(outputs, gang.scheduler)
         self.metrics.phase["process"].observe(processed - started)
-        self.metrics.phase["publish"].observe(time.perf_counter() - processed)
+        self.metrics.phase["publish"].observe(time.monotonic() - processed)
 
     def send_worker(self, identity: bytes, message: Message) -> bool:
         """Sends a worker what it must know; False where it is not connected."""
@@ -304,11 +304,12 @@ class ControlPlane:
         """Sends each gateway its part of what a gang has to tell, and forgets the groups that ended."""
         for incarnation, tokens in outputs.token_messages(self.incarnation):
             self._send_gateway(gateway_identity(incarnation), tokens)
-        for incarnation, failure in outputs.failure_messages(self.incarnation):
-            self._send_gateway(gateway_identity(incarnation), failure)
-        for group in outputs.ended:
-            self.reception.gateways.forget(group.id, group)
-        if outputs.ended_prefixes:
+        if outputs.failures:
+            for incarnation, failure in outputs.failure_messages(self.incarnation):
+                self._send_gateway(gateway_identity(incarnation), failure)
+        if outputs.ended:
+            for group in outputs.ended:
+                self.reception.gateways.forget(group.id, group)
             self.answer_pins(self.prefixes.computed(outputs.ended_prefixes, scheduler))
 
     def answer_pins(self, answers: list[tuple[int, Pins]]) -> None:
@@ -327,28 +328,31 @@ class ControlPlane:
 
     def _pump(self) -> None:
         """Keeps as many plans in flight as there is work for."""
-        if len(self.gangs.schedulers) > 1:
+        schedulers = self.gangs.schedulers
+        if len(schedulers) > 1:
             place(self.reception.waiting, self.gangs.ready_schedulers)
         for gang in self.gangs.ready:
             while gang.ready and len(gang.sent) < self.options.pipeline_depth:
                 if not self._send_plan(gang):
                     break
-        for scheduler in self.gangs.schedulers:
-            self.publish(scheduler.take_outputs(), scheduler)
-        self._pumped_at = time.perf_counter()
+        for scheduler in schedulers:
+            if not scheduler.outputs.is_empty:
+                self.publish(scheduler.take_outputs(), scheduler)
+        self._pumped_at = time.monotonic()
 
     def _send_plan(self, gang: Gang) -> bool:
         scheduler = gang.scheduler
         assert scheduler is not None
-        started = time.perf_counter()
+        started = time.monotonic()
         plan = scheduler.schedule()
         if plan is None:
             return False
-        scheduled = time.perf_counter()
+        scheduled = time.monotonic()
         frame = plan.pack()
+        packed = time.monotonic()
         self.metrics.phase["schedule"].observe(scheduled - started)
-        self.metrics.phase["pack"].observe(time.perf_counter() - scheduled)
-        gang.sent.append(Sent(time.monotonic(), self._limit_of(plan, scheduler)))
+        self.metrics.phase["pack"].observe(packed - scheduled)
+        gang.sent.append(Sent(packed, self._limit_of(plan, scheduler)))
         for rank in list(gang.ranks.values()):
             try:
                 self.workers.send(rank.data, frame)
@@ -359,9 +363,10 @@ class ControlPlane:
 
     def _limit_of(self, plan: Plan, scheduler: Scheduler) -> float:
         """Seconds after which the plan counts as hung: ten times what its prompts are going to take."""
-        prompt_tokens, speed = int(plan.chunk_lengths.sum()), scheduler.speeds.prefill
-        predicted = prompt_tokens / speed if speed else 0.0
-        return max(self.options.plan_timeout, 10 * predicted)
+        speed = scheduler.speeds.prefill
+        if not len(plan.chunk_lengths) or not speed:
+            return self.options.plan_timeout
+        return max(self.options.plan_timeout, 10 * int(plan.chunk_lengths.sum()) / speed)
 
     def tick(self) -> None:
         """Looks for the dead: after draining, since the judge itself may have slept."""

@@ -9,6 +9,8 @@ With plans in flight `computed` may run ahead of `known`: a decode row reads the
 worker drew last, which the control plane has not seen yet.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,6 +18,19 @@ from octavo.controlplane.sequence import Sequence
 from octavo.proto.wire import Int32s
 
 NO_TOKEN = -1  # equals no token id
+
+
+class Fields(NamedTuple):
+    """What a table says of some of its slots: copies, ``[n]`` each."""
+
+    known: Int32s
+    computed: Int32s
+    prompt_len: Int32s
+    end: Int32s
+    request: Int32s
+    attempt: Int32s
+    sample: Int32s
+    eos: Int32s
 
 
 class SlotTable:
@@ -30,12 +45,12 @@ class SlotTable:
         self.announced = np.zeros(num_slots, dtype=np.bool_)  # the worker knows that the slot is taken
         self.decoding = np.zeros(num_slots, dtype=np.bool_)
         self.searching = np.zeros(num_slots, dtype=np.bool_)  # a beam: gets candidates, not tokens
-        # Rows of one array, in the order in which `take_all` writes new sequences at once. `request`,
-        # `attempt`, `sample` and `gateway` (an incarnation) say where the tokens go; `eos` is the one
-        # token that ends the sequence, or NO_TOKEN.
+        self.num_searching = 0
+        # Rows of one array, read and written together in the order of `Fields`. `request`, `attempt`,
+        # `sample` and `gateway` (an incarnation) say where the tokens go; `eos` is the one token that
+        # ends the sequence, or NO_TOKEN.
         self._fields = np.zeros((8, num_slots), dtype=np.int32)
         self.known, self.computed, self.prompt_len, self.end = self._fields[:4]
-        self.request, self.attempt, self.sample, self.eos = self._fields[4:]
         self.gateway = np.zeros(num_slots, dtype=np.int64)
         self.has_stop_set = np.zeros(num_slots, dtype=np.bool_)  # ... or one of stop_sets[slot]
         self.stop_sets: dict[int, frozenset[int]] = {}
@@ -78,6 +93,7 @@ class SlotTable:
             group = sequence.group
             if group.search is not None:
                 self.searching[slot] = True
+                self.num_searching += 1
             if group.only_stop is None and group.stops:
                 self.has_stop_set[slot] = True
                 self.stop_sets[slot] = group.stops
@@ -98,6 +114,8 @@ class SlotTable:
             sequence.slot = self.sequences[slot] = None
             if self.stop_sets:
                 self.stop_sets.pop(slot, None)
+        if self.num_searching:
+            self.num_searching -= int(self.searching[slots].sum())
         for flags in (self.decoding, self.announced, self.searching, self.has_stop_set):
             flags[slots] = False
         self.generation[slots] += 1
@@ -115,16 +133,25 @@ class SlotTable:
 
     def decode_rows(self) -> Int32s:
         """Slots whose last drawn token is to be computed, and that may draw one more."""
-        return np.flatnonzero(self.decoding & (self.computed + 1 < self.end)).astype(np.int32)
+        rows: Int32s = (self.decoding & (self.computed + 1 < self.end)).nonzero()[0].astype(np.int32)
+        return rows
 
-    def append(self, slots: Int32s, tokens: Int32s) -> None:
-        """One received token for each of these distinct slots."""
-        self._tokens[slots, self.known[slots]] = tokens
-        self.known[slots] += 1
+    def fields(self, slots: Int32s) -> Fields:
+        """All fields of these slots, as they are now."""
+        return Fields(*self._fields.take(slots, axis=1))
 
-    def stopped(self, slots: Int32s, tokens: Int32s) -> npt.NDArray[np.bool_]:
-        """Which of these slots end with the token just appended."""
-        ends: npt.NDArray[np.bool_] = tokens == self.eos[slots]
-        for row in np.flatnonzero(self.has_stop_set[slots]):
-            ends[row] = int(tokens[row]) in self.stop_sets[int(slots[row])]
+    def append(self, slots: Int32s, tokens: Int32s) -> Int32s:
+        """One received token for each of these distinct slots. Returns how many each knows now."""
+        known: Int32s = self.known[slots]
+        self._tokens[slots, known] = tokens
+        known += 1
+        self.known[slots] = known
+        return known
+
+    def stopped(self, slots: Int32s, tokens: Int32s, eos: Int32s) -> npt.NDArray[np.bool_]:
+        """Which of these slots end with the token just appended; `eos` is that of each."""
+        ends: npt.NDArray[np.bool_] = tokens == eos
+        if self.stop_sets:
+            for row in np.flatnonzero(self.has_stop_set[slots]):
+                ends[row] = int(tokens[row]) in self.stop_sets[int(slots[row])]
         return ends

@@ -161,31 +161,63 @@ def part(cls: type[M]) -> type[M]:
     made = dataclasses.dataclass(kw_only=True)(cls)
     hints = typing.get_type_hints(made, include_extras=True)
     fields = dataclasses.fields(made)  # type: ignore[arg-type]
-    made._encode = _list_of_fields({f.name: _encoder(hints[f.name]) for f in fields})
+    made._encode = _list_of_fields({f.name: hints[f.name] for f in fields})
     made._decoders = [
         (f.name, _decoder(hints[f.name], f.metadata.get("limit"), f.metadata.get("bounds")))
         for f in fields
     ]
-    made._decode = _object_of_fields(made, made._decoders)
+    plain = [None if "bounds" in f.metadata else _plain(hints[f.name]) for f in fields]
+    made._decode = _object_of_fields(made, made._decoders, plain)
     return made
 
 
-def _object_of_fields(cls: type[M], decoders: list[tuple[str, _Decode]]) -> Callable[..., M]:
-    """One expression that makes the object from all fields, as `_list_of_fields`."""
-    names = {f"d{index}": decode for index, (_, decode) in enumerate(decoders)}
-    parts = [f"{n}=d{i}(fields[{i}], path + '.{n}')" for i, (n, _) in enumerate(decoders)]
-    made: Callable[..., M] = eval(f"lambda fields, path: cls({', '.join(parts)})", names | {"cls": cls})
+def _object_of_fields(
+    cls: type[M], decoders: list[tuple[str, _Decode]], plain: list[str | None]
+) -> Callable[..., M]:
+    """One expression that makes the object from all fields, as `_list_of_fields`.
+
+    Args:
+        plain: for each field the expression of `_plain`.
+    """
+    names: dict[str, Any] = {f"d{index}": decode for index, (_, decode) in enumerate(decoders)}
+    parts = []
+    for i, ((name, _), test) in enumerate(zip(decoders, plain, strict=True)):
+        call = f"d{i}(fields[{i}], path + '.{name}')"
+        parts.append(f"{name}={call if test is None else test.format(i=i, call=call)}")
+    code = f"lambda fields, path: cls({', '.join(parts)})"
+    made: Callable[..., M] = eval(code, names | {"cls": cls, "no_ints": _NO_INTS})
     return made
 
 
-def _list_of_fields(encoders: dict[str, _Encode]) -> Callable[[Any], list[Any]]:
+def _plain(hint: Any) -> str | None:
+    """The value of field `i` where that is plain to see, without the `call` that checks it: most
+    arrays of most messages are empty, and every call costs as much as an array."""
+    if typing.get_origin(hint) is types.UnionType:
+        return "None if fields[{i}] is None else {call}"
+    if hint == Int32s:
+        return "no_ints if fields[{i}] == b'' else {call}"
+    if hint in (int, float):
+        return f"fields[{{i}}] if type(fields[{{i}}]) is {hint.__name__} else {{call}}"
+    return None
+
+
+def _list_of_fields(hints: dict[str, Any]) -> Callable[[Any], list[Any]]:
     """One expression that reads all fields: it is made once and runs for every message."""
-    calls = {f"e{index}": encode for index, encode in enumerate(encoders.values())}
-    parts = [
-        f"m.{name}" if encode is _same else f"{call}(m.{name})"
-        for (name, encode), call in zip(encoders.items(), calls, strict=True)
-    ]
-    made: Callable[[Any], list[Any]] = eval(f"lambda m: [{', '.join(parts)}]", calls)
+    names: dict[str, Any] = {"no_ints": _NO_INTS, "ndarray": np.ndarray, "int32": _NO_INTS.dtype}
+    parts = []
+    for index, (name, hint) in enumerate(hints.items()):
+        encode = _encoder(hint)
+        names[f"e{index}"] = encode
+        call = f"e{index}(m.{name})"
+        if encode is _same:
+            call = f"m.{name}"
+        elif hint == Int32s:
+            good = f"type(m.{name}) is ndarray and m.{name}.dtype is int32"
+            call = f"b'' if m.{name} is no_ints else m.{name}.tobytes() if {good} else {call}"
+        elif typing.get_origin(hint) is list:
+            call = f"m.{name} and {call}"
+        parts.append(call)
+    made: Callable[[Any], list[Any]] = eval(f"lambda m: [{', '.join(parts)}]", names)
     return made
 
 
@@ -214,7 +246,7 @@ def _encoder(hint: Any) -> _Encode:
         some = _encoder(arguments[0])
         return _same if some is _same else lambda item: None if item is None else some(item)
     if isinstance(hint, type) and issubclass(hint, Message):
-        return lambda nested: nested._fields()
+        return hint._encode
     return _same
 
 
