@@ -5,24 +5,30 @@ from typing import Any
 
 from loadgen.records import Record, RequestError
 from loadgen.repeats import Repeats, text_of
+from loadgen.sse import EventSplitter
 
 
 class CompletionStream:
-    """Reads the events of one completion into its record."""
+    """Reads the body of one streamed completion into its record."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
+        self._splitter = EventSplitter()
         self._repeats = Repeats()
         self._has_finished = False
 
-    def event(self, data: bytes, now: float) -> None:
-        """Raises RequestError for an error event or one that is not OpenAI's."""
-        if self._repeats.has(data):
-            self._record.delta(now, 1)
-        elif data == b"[DONE]":
-            self._has_finished = True
-        else:
-            self._parse(data, now)
+    def feed(self, piece: bytes, now: float) -> None:
+        """A part of the body and when it came.
+
+        Raises RequestError for an error event or one that is not OpenAI's, MalformedResponseError.
+        """
+        for data in self._splitter.feed(piece):
+            if self._repeats.has(data):
+                self._record.delta(now, 1)
+            elif data == b"[DONE]":
+                self._has_finished = True
+            else:
+                self._parse(data, now)
 
     def check_end(self) -> None:
         """Raises RequestError unless the stream came to its own end."""

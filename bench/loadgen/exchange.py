@@ -39,11 +39,17 @@ class Exchange(asyncio.Protocol):
         if self._outcome.done():  # given up
             return
         try:
-            self._read(self._response.feed(data), now)
+            body = self._response.feed(data)
+            if self._response.status == 200:
+                self._take(body, now)
+            else:
+                self._refusal += body
         except RequestError as error:
             self._end(error)
         except MalformedResponseError as error:
             self._end(RequestError("bad response", str(error)))
+        if self._response.is_complete or len(self._refusal) >= _MAX_REFUSAL_BYTES:
+            self._end(self._failure())
 
     def eof_received(self) -> None:
         self._end(self._failure())
@@ -52,15 +58,6 @@ class Exchange(asyncio.Protocol):
         self._end(error or self._failure())
 
     # -----------------------------------------------------------------------------------------------
-
-    def _read(self, body: bytes, now: float) -> None:
-        response = self._response
-        if response.status == 200:
-            self._take(body, now)
-        else:
-            self._refusal += body
-        if response.is_complete or len(self._refusal) >= _MAX_REFUSAL_BYTES:
-            self._end(self._failure())
 
     def _failure(self) -> RequestError | None:
         """What the status says."""

@@ -9,7 +9,6 @@ from loadgen.completion import CompletionStream
 from loadgen.exchange import Exchange, Take
 from loadgen.lengths import InputError
 from loadgen.records import Record, RequestError
-from loadgen.sse import EventSplitter
 from loadgen.workload import Request
 
 APIS = ("completions", "chat")
@@ -56,13 +55,8 @@ class HttpClient:
 
     async def generate(self, request: Request, record: Record) -> None:
         body = json.dumps(self._body(await self.model(), request)).encode()
-        stream, splitter = CompletionStream(record), EventSplitter()
-
-        def take(piece: bytes, now: float) -> None:
-            for event in splitter.feed(piece):
-                stream.event(event, now)
-
-        await self._exchange("POST", self._path, body, take)
+        stream = CompletionStream(record)
+        await self._exchange("POST", self._path, body, stream.feed)
         stream.check_end()
 
     async def close(self) -> None:

@@ -4,8 +4,7 @@ import json
 import re
 from typing import Any
 
-# What JSON allows between quotes; empty text is left out, since an event without any means another
-# thing.
+# A string as JSON allows it, but not the empty one: an event without text may mean something else.
 _STRING = r'"(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})++"'
 _TEXT = re.compile(_STRING)
 _FIELD = re.compile(rf'"(?:text|content|reasoning_content)" ?: ?({_STRING})')
@@ -19,10 +18,10 @@ def text_of(choice: dict[str, Any]) -> Any:
 
 
 class Repeats:
-    """Whether an event repeats the one last learned, with some other text that is not empty.
+    """Whether an event is the one last learned again, with any text that is not empty.
 
-    Then all that it would parse to, but for the text, is known: the bytes around a string are
-    the same, and it is valid.
+    Such an event need not be parsed: around a valid string in the text's place it has the same
+    bytes, so all else in it is the same too.
     """
 
     def __init__(self) -> None:
@@ -30,8 +29,12 @@ class Repeats:
         self._fruitless = 0  # events learned since one was last found again
 
     def has(self, data: bytes) -> bool:
+        """Called for every event: the usual one must be cheap."""
         before, after = self._before, self._after
-        event = _decoded(data)
+        try:
+            event = data.decode()
+        except UnicodeDecodeError:
+            return False
         if not before or not event.startswith(before) or not event.endswith(after):
             return False
         if not _TEXT.fullmatch(event, len(before), len(event) - len(after)):
@@ -44,21 +47,14 @@ class Repeats:
 
         Some servers' events all differ in more than the text: after a few of those this does nothing.
         """
-        field = _FIELD.search(event := _decoded(data))
+        event = data.decode(errors="replace")
+        field = _FIELD.search(event)
         if field is None or self._fruitless >= _MAX_FRUITLESS:
             return
         self._fruitless += 1
         before, after = event[: field.start(1)], event[field.end(1) :]
         if _is_text_between(before, after, text):
             self._before, self._after = before, after
-
-
-def _decoded(data: bytes) -> str:
-    """Nothing where `data` is not UTF-8."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return ""
 
 
 def _is_text_between(before: str, after: str, text: str) -> bool:

@@ -19,6 +19,8 @@ class EventSplitter:
 
     def feed(self, piece: bytes) -> list[bytes]:
         """The data of the events that this piece completes. Raises MalformedResponseError."""
+        if not self._rest and not self._data and _is_one_event(piece):
+            return [piece[6:-2].removesuffix(b"\r")]
         *lines, self._rest = (self._rest + piece).split(b"\n")
         events: list[bytes] = []
         for line in lines:
@@ -35,6 +37,11 @@ class EventSplitter:
         elif line.startswith(b"data:"):
             self._data.append(line[5:].removeprefix(b" "))
         # Other fields (event, id, retry) and comments carry no output.
+
+
+def _is_one_event(piece: bytes) -> bool:
+    """Whether this is a whole event of one line, as most pieces are."""
+    return piece[:6] == b"data: " and piece[-2:] == b"\n\n" and piece.find(b"\n") == len(piece) - 2
 
 
 class HttpResponse:
