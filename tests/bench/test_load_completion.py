@@ -88,6 +88,15 @@ def test_a_stream_records_what_whole_parses_record(events: list[bytes]) -> None:
     assert record == expected
 
 
+def test_usage_that_comes_again_counts_again() -> None:
+    record = Record(1, 1, 0.0)
+    stream = CompletionStream(record)
+    counts = [{**USAGE, "completion_tokens": tokens} for tokens in (1, 2, 1)]
+    for usage, event in zip(counts, (completion("a"), {"choices": []}, completion("b")), strict=True):
+        feed(stream, json.dumps({**event, "usage": usage}).encode(), 0.0)
+    assert (record.seen_tokens, record.output_tokens) == (2, 1)
+
+
 MODEL = json.dumps(completion("a")).encode()
 
 

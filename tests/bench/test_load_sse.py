@@ -57,6 +57,22 @@ def test_an_unfinished_event_is_held_back() -> None:
     assert splitter.feed(b"\n") == [b"half"]
 
 
+@pytest.mark.parametrize(
+    ("pieces", "event"),
+    [
+        ([b"data: one\n", b"data: two\n\n"], b"one\ntwo"),
+        ([b"data: ", b"data: two\n\n"], b"data: two"),
+        ([b"data: one\r\n\n"], b"one"),
+        ([b"data: \n\n"], b""),
+    ],
+)
+def test_a_piece_that_looks_whole_belongs_to_what_came_before(
+    pieces: list[bytes], event: bytes
+) -> None:
+    splitter = EventSplitter()
+    assert [found for piece in pieces for found in splitter.feed(piece)] == [event]
+
+
 def test_an_error_response_gives_status_and_body() -> None:
     response = HttpResponse()
     body = response.feed(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nfu")
