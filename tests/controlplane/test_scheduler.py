@@ -350,7 +350,7 @@ def test_a_block_that_samples_still_share_is_copied_on_write_after_a_swap() -> N
     driver = Driver(shape(num_blocks=40, num_cpu_blocks=40, preemption="swap"), depth=1)
     request = submit(1, prompt(14), max_tokens=12, n=4)  # the last block of the prompt is half full
     driver.add(request)
-    while driver.groups[1].is_prefilling:
+    while driver.counters.prefill_tokens < 14:
         driver.step()
     driver.force_preemption(1)
     assert driver.counters.swapped_blocks["out"] == 4
