@@ -84,10 +84,7 @@ def _check(good: np.ndarray[tuple[int], np.dtype[np.bool_]], row_slots: Ints, fa
 def batch_of(rows: Rows, slots: Slots, logit_tokens: Ints) -> Batch:
     """The arrays of one forward over `rows`."""
     begins = rows.query_begins
-    row_of_token = np.repeat(np.arange(len(rows.slots), dtype=np.int32), np.diff(begins))
-    offsets = np.arange(begins[-1], dtype=np.int32) - begins[:-1][row_of_token]
-    positions = rows.starts[row_of_token] + offsets
-    token_slots = rows.slots[row_of_token]
+    token_slots, positions = _tokens_of(rows)
     size = slots.block_size
     blocks = slots.blocks[token_slots, positions // size]
     indices, block_begins = _block_tables(rows, slots)
@@ -101,6 +98,16 @@ def batch_of(rows: Rows, slots: Slots, logit_tokens: Ints) -> Batch:
         block_begins=block_begins,
         logit_tokens=logit_tokens,
     )
+
+
+def _tokens_of(rows: Rows) -> tuple[Ints, Ints]:
+    """The slot and the position of each token of the rows: ``[num_tokens]``."""
+    if rows.num_decodes == len(rows.slots):
+        return rows.slots, rows.starts
+    begins = rows.query_begins
+    row_of_token = np.repeat(np.arange(len(rows.slots), dtype=np.int32), np.diff(begins))
+    offsets = np.arange(begins[-1], dtype=np.int32) - begins[:-1][row_of_token]
+    return rows.slots[row_of_token], rows.starts[row_of_token] + offsets
 
 
 def _kv_slots(blocks: Ints, offsets: Ints, block_size: int) -> Ints:

@@ -146,12 +146,12 @@ class Runner:
 
     def _draws(self, plan: Plan, rows: Rows) -> tuple[Ints, Ints]:
         """The slots to draw for, and the row whose last position each draw is from."""
-        drawn = np.concatenate((plan.decode_slots, plan.draw_slots))
-        if len(set(drawn.tolist())) != len(drawn):
-            raise PlanError("draws: a slot occurs twice")
-        draw_rows = np.concatenate(
-            (np.arange(len(plan.decode_slots), dtype=np.int32), rows.num_decodes + plan.draw_chunks)
-        )
+        drawn, draw_rows = plan.decode_slots, np.arange(rows.num_decodes, dtype=np.int32)
+        if len(plan.draw_slots):
+            drawn = np.concatenate((drawn, plan.draw_slots))
+            draw_rows = np.concatenate((draw_rows, rows.num_decodes + plan.draw_chunks))
+            if len(set(drawn.tolist())) != len(drawn):  # of the decodes `rows_of` knows
+                raise PlanError("draws: a slot occurs twice")
         ready = self._slots.live[drawn] & (self._slots.lengths[drawn] == rows.ends[draw_rows])
         if not ready.all():
             raise PlanError(

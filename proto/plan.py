@@ -153,8 +153,9 @@ class Admits(Message):
 
     def validate(self, num_slots: int, num_blocks: int) -> None:
         """Raises ProtocolError if a column does not fit the others or an id is out of range."""
-        names = ("token_counts", "prompt_lens", "computed", "block_counts", "samples", "samplings")
-        if any(len(getattr(self, name)) != len(self) for name in (*names, "prompt_logprobs_from")):
+        if not any(len(getattr(self, name)) for name in (*_ADMIT_COLUMNS, "tokens", "blocks")):
+            return
+        if any(len(getattr(self, name)) != len(self) for name in _ADMIT_COLUMNS):
             raise ProtocolError("plan.admits: the columns differ in length")
         for name in ("token", "block"):
             counts = getattr(self, f"{name}_counts").astype(np.int64)
@@ -162,6 +163,19 @@ class Admits(Message):
                 raise ProtocolError(f"plan.admits.{name}_counts: not those of the {name}s")
         _in_range(self.slots, num_slots, "plan.admits.slots")
         _in_range(self.blocks, num_blocks, "plan.admits.blocks")
+
+
+# Those with one entry for each admission.
+_ADMIT_COLUMNS = (
+    "slots",
+    "token_counts",
+    "prompt_lens",
+    "computed",
+    "block_counts",
+    "samples",
+    "samplings",
+    "prompt_logprobs_from",
+)
 
 
 @message("plan")
@@ -208,43 +222,44 @@ class Plan(Message):
 
     def validate(self, num_slots: int, num_blocks: int, num_cpu_blocks: int) -> None:
         """Raises ProtocolError if an array does not fit its partner or an id is out of range."""
-        _same_length(self, "table_slots", "table_indices", "table_blocks")
-        _same_length(self, "chunk_slots", "chunk_lengths")
-        _same_length(self, "draw_slots", "draw_chunks")
-        _same_length(self, "push_slots", "push_tokens")
-        for name in ("swap_out", "swap_in", "copies"):
-            if len(getattr(self, name)) % 2:
-                raise ProtocolError(f"plan.{name}: not pairs")
-        if len(self.forks) % 3:
-            raise ProtocolError("plan.forks: not triples")
-        _in_range(self.swap_out[0::2], num_blocks, "plan.swap_out")
-        _in_range(self.swap_out[1::2], num_cpu_blocks, "plan.swap_out")
-        _in_range(self.swap_in[0::2], num_cpu_blocks, "plan.swap_in")
-        _in_range(self.swap_in[1::2], num_blocks, "plan.swap_in")
-        _in_range(self.copies, num_blocks, "plan.copies")
-        _in_range(self.table_blocks, num_blocks, "plan.table_blocks")
-        for name in (
-            "free_slots",
-            "table_slots",
-            "push_slots",
-            "decode_slots",
-            "chunk_slots",
-            "draw_slots",
-        ):
+        for first, *others in _PARTNERS:
+            length = len(getattr(self, first))
+            if any(len(getattr(self, other)) != length for other in others):
+                raise ProtocolError(f"plan.{first}: not as long as {', '.join(others)}")
+        for name in _SLOTS:
             _in_range(getattr(self, name), num_slots, f"plan.{name}")
-        _in_range(self.forks[0::3], num_slots, "plan.forks")
-        _in_range(self.forks[1::3], num_slots, "plan.forks")
+        _in_range(self.table_blocks, num_blocks, "plan.table_blocks")
         _in_range(self.draw_chunks, len(self.chunk_slots), "plan.draw_chunks")
+        _tuples_in_range(self.swap_out, (num_blocks, num_cpu_blocks), "plan.swap_out")
+        _tuples_in_range(self.swap_in, (num_cpu_blocks, num_blocks), "plan.swap_in")
+        _tuples_in_range(self.copies, (num_blocks, num_blocks), "plan.copies")
+        _tuples_in_range(self.forks, (num_slots, num_slots, None), "plan.forks")
         self.admits.validate(num_slots, num_blocks)
 
 
-def _same_length(plan: Plan, *names: str) -> None:
-    if len({len(getattr(plan, name)) for name in names}) != 1:
-        raise ProtocolError(f"plan.{names[0]}: not as long as {', '.join(names[1:])}")
+# Arrays of one length, and arrays of slots.
+_PARTNERS = (
+    ("table_slots", "table_indices", "table_blocks"),
+    ("chunk_slots", "chunk_lengths"),
+    ("draw_slots", "draw_chunks"),
+    ("push_slots", "push_tokens"),
+)
+_SLOTS = ("free_slots", "table_slots", "push_slots", "decode_slots", "chunk_slots", "draw_slots")
+
+
+def _tuples_in_range(ids: Int32s, limits: tuple[int | None, ...], path: str) -> None:
+    """For an array of pairs or triples, each part with a limit of its own; None: without."""
+    if not len(ids):
+        return
+    if len(ids) % len(limits):
+        raise ProtocolError(f"{path}: not {'pairs' if len(limits) == 2 else 'triples'}")
+    for place, limit in enumerate(limits):
+        if limit is not None:
+            _in_range(ids[place :: len(limits)], limit, path)
 
 
 def _in_range(ids: Int32s, limit: int, path: str) -> None:
-    if not all_below(ids, limit):
+    if len(ids) and not all_below(ids, limit):
         raise ProtocolError(f"{path}: an id is not in [0, {limit})")
 
 

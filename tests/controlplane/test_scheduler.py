@@ -346,6 +346,18 @@ def test_shared_blocks_are_swapped_once_and_stay_shared() -> None:
     assert driver.counters.prefill_tokens == 12
 
 
+def test_a_block_that_samples_still_share_is_copied_on_write_after_a_swap() -> None:
+    driver = Driver(shape(num_blocks=40, num_cpu_blocks=40, preemption="swap"), depth=1)
+    request = submit(1, prompt(14), max_tokens=12, n=4)  # the last block of the prompt is half full
+    driver.add(request)
+    while driver.counters.prefill_tokens < 14:
+        driver.step()
+    driver.force_preemption(1)
+    assert driver.counters.swapped_blocks["out"] == 4
+    driver.run()
+    driver.check_answer(request)
+
+
 @pytest.mark.parametrize("cpu_blocks", [0, 1])
 def test_a_full_or_absent_swap_pool_falls_back_to_recomputation(cpu_blocks: int) -> None:
     gang = shape(num_blocks=10, num_cpu_blocks=cpu_blocks, preemption="swap")
