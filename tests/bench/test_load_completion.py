@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loadgen.completion import CompletionStream
 from loadgen.records import Record, RequestError
-from loadgen.repeats import Repeats
+from loadgen.repeats import Repeats, text_of
 
 
 def completion(text: Any, **more: Any) -> dict[str, Any]:
@@ -103,7 +103,7 @@ MODEL = json.dumps(completion("a")).encode()
 def learned(*models: bytes) -> Repeats:
     repeats = Repeats()
     for model in models:
-        repeats.learn(model, json.loads(model)["choices"][0]["text"])
+        repeats.learn(model, text_of(json.loads(model)["choices"][0]))
     return repeats
 
 
@@ -117,6 +117,12 @@ def test_an_event_with_another_text_repeats(text: str) -> None:
 )
 def test_what_is_not_one_string_does_not_repeat(text: bytes) -> None:
     assert not learned(MODEL).has(MODEL.replace(b'"a"', b'"' + text + b'"'))
+
+
+@pytest.mark.parametrize("model", [chat("a"), chat(None, reasoning_content="a"), chat("a", role="x")])
+def test_an_event_of_a_chat_repeats(model: dict[str, Any]) -> None:
+    event = json.dumps(model, separators=(",", ":")).encode()
+    assert learned(event).has(event.replace(b'"a"', b'"b"'))
 
 
 def test_nothing_repeats_before_an_event_is_learned() -> None:
