@@ -54,12 +54,16 @@ class BlockManager:
         # Rows are touched only as far as they are used, so the array costs address space, not memory.
         self._tables = np.zeros((num_slots, self.blocks_for(max_len)), dtype=np.int32)
         self.lengths = np.zeros(num_slots, dtype=np.int32)  # [num_slots] blocks in each table
-        self.num_entries = 0  # of all tables
         self.forked: set[int] = set()  # slots whose last block others may hold: they copy it on write
         self._swapped: set[SwappedTable] = set()
         self._pins: dict[str, Int32s] = {}
         self._chains: list[Entry | None] = [None] * num_slots  # the last block of each in the index
         self.indexed = np.zeros(num_slots, dtype=np.int32)  # [num_slots] blocks that can be found
+
+    @property
+    def num_entries(self) -> int:
+        """Of all tables."""
+        return int(self.lengths.sum())
 
     @property
     def available(self) -> int:
@@ -97,7 +101,6 @@ class BlockManager:
             table[:held] = shared
         table[held:] = self.device.take(length - held)
         self.lengths[slot] = length
-        self.num_entries += length
         return table
 
     def allocate_all(self, slots: list[int], lengths: list[int], shared: list[list[Entry]]) -> Int32s:
@@ -121,7 +124,6 @@ class BlockManager:
             self._tables[slot, :length] = tables[end : end + length]
             end += length
         self.lengths[slots] = lengths
-        self.num_entries += end
         return tables
 
     def share(self, found: list[Entry]) -> None:
@@ -138,7 +140,6 @@ class BlockManager:
         blocks, indices = self.device.take(len(slots)), self.lengths[slots]
         self._tables[slots, indices] = blocks
         self.lengths[slots] = indices + 1
-        self.num_entries += len(slots)
         return indices, blocks
 
     def fork(self, parent: int, child: int) -> None:
@@ -147,7 +148,6 @@ class BlockManager:
         self.device.share(table)
         self._tables[child, : len(table)] = table
         self.lengths[child] = len(table)
-        self.num_entries += len(table)
         self.forked.update((parent, child))
         self._chains[child], self.indexed[child] = self._chains[parent], self.indexed[parent]
 
@@ -191,7 +191,6 @@ class BlockManager:
     def free(self, slots: list[int]) -> None:
         """Empties the slots' tables; blocks that nobody else holds become free or cached."""
         lengths = self.lengths[slots]
-        self.num_entries -= int(lengths.sum())
         self.forked.difference_update(slots)
         columns = np.arange(lengths.max(initial=0))
         self.device.release(self._tables[slots, : len(columns)][columns < lengths[:, None]])
@@ -274,7 +273,6 @@ class BlockManager:
             self.device.counts[blocks] += 1
             self._tables[slot, : len(blocks)] = blocks
             self.lengths[slot] = len(blocks)
-            self.num_entries += len(blocks)
             self.drop(table)
         if len(slots) > 1:
             self.forked.update(slots)
@@ -396,7 +394,6 @@ class BlockManager:
 
     def check(self) -> None:
         """Raises AssertionError unless every count equals the table entries that name the block."""
-        assert self.num_entries == self.lengths.sum(), "table entries are counted wrong"
         tables = [self.table(int(slot)) for slot in np.flatnonzero(self.lengths)]
         self.device.check(_count([*tables, *self._pins.values()], self.device.total))
         self.swap.check(_count([table.blocks for table in self._swapped], self.swap.total))

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import zmq
 
 from octavo.common.logs import LimitedLog
-from octavo.dataplane.links import Line, Socket, send
+from octavo.common.loop_socket import Socket
+from octavo.dataplane.links import Line, send
 from octavo.proto.session import (
     BeatAnswer,
     Join,

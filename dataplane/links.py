@@ -4,10 +4,8 @@ import zmq
 
 from octavo.common.curve import ClientKeys
 from octavo.common.dialing import Dialer
+from octavo.common.loop_socket import Context, Socket
 from octavo.proto.wire import MAX_FRAME_BYTES
-
-Context = zmq.Context[zmq.Socket[bytes]]
-Socket = zmq.Socket[bytes]
 
 HIGH_WATER_MARK = 1000  # frames; a worker has at most a few plans and results under way
 _LINGER_MS = 1000

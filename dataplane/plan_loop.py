@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import zmq
 
 from octavo.common.logs import LimitedLog
+from octavo.common.loop_socket import Socket
 from octavo.dataplane.engine import Engine
 from octavo.dataplane.heartbeat import Progress
-from octavo.dataplane.links import Line, Socket, send
+from octavo.dataplane.links import Line, send
 from octavo.dataplane.metrics import WorkerMetrics
 from octavo.dataplane.parallel.collectives import CollectiveError
 from octavo.dataplane.parallel.gang import Gang, split_address

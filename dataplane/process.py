@@ -10,6 +10,7 @@ import zmq
 
 from octavo.common.curve import ClientKeys, client_keys
 from octavo.common.exposure import check_exposure
+from octavo.common.loop_socket import Context
 from octavo.common.modelfiles import ModelError, ModelFiles, gguf_reader, open_model
 from octavo.common.options import OptionError
 from octavo.common.probes import ProbeServer
@@ -17,7 +18,7 @@ from octavo.dataplane.engine import Engine, EngineError
 from octavo.dataplane.engines.choice import choose_kernels
 from octavo.dataplane.engines.choice import load_engine as load_engine
 from octavo.dataplane.heartbeat import Heartbeat, Progress
-from octavo.dataplane.links import Context, Line, send, thread_pair
+from octavo.dataplane.links import Line, send, thread_pair
 from octavo.dataplane.memory import available_memory
 from octavo.dataplane.metrics import WorkerMetrics
 from octavo.dataplane.models.shard import ALONE, Collectives, Shard

@@ -38,8 +38,7 @@ def _check(message: Tokens, vocab_size: int) -> None:
             raise ProtocolError(f"tokens.{name}: not as long as tokens.tokens")
     if not len(message.started) == len(message.started_attempts) == len(message.cached):
         raise ProtocolError("tokens.started: not as long as its partners")
-    tokens = message.tokens.tolist()  # few in most messages: a reduction of NumPy's takes longer
-    if count and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+    if not all_below(message.tokens, vocab_size):
         raise ProtocolError("tokens.tokens: an id is outside the vocabulary")
     message.finishes.validate()
     if message.logprobs is not None:

@@ -259,7 +259,7 @@ def _tuples_in_range(ids: Int32s, limits: tuple[int | None, ...], path: str) -> 
 
 
 def _in_range(ids: Int32s, limit: int, path: str) -> None:
-    if len(ids) and not all_below(ids, limit):
+    if not all_below(ids, limit):
         raise ProtocolError(f"{path}: an id is not in [0, {limit})")
 
 

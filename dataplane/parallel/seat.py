@@ -4,7 +4,7 @@ import logging
 
 import zmq
 
-from octavo.dataplane.links import Socket
+from octavo.common.loop_socket import Socket
 from octavo.dataplane.plan_loop import RefusedByControlPlane
 from octavo.dataplane.stopping import StopSignal
 from octavo.proto.session import Join, Refused, Reset, Seat

@@ -9,8 +9,9 @@ import pytest
 from controlplane_side import ControlPlaneSide, reset_message
 from test_worker_sizes import MODEL
 
+from octavo.common.loop_socket import Context, Socket
 from octavo.dataplane.heartbeat import STUCK_EXIT, Heartbeat, Progress
-from octavo.dataplane.links import Context, Line, Socket, thread_pair
+from octavo.dataplane.links import Line, thread_pair
 from octavo.proto.session import (
     Join,
     Ready,
